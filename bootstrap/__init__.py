@@ -1,0 +1,1 @@
+"""Well-known peers of a run: the entry point."""

@@ -1,0 +1,1 @@
+"""One volunteer: command line, daemon, trainer, models and data."""

@@ -1,0 +1,130 @@
+"""The one exception tree of atoll.
+
+::
+
+    AtollError                      exit code
+    ├── UsageError                  2   the command was called wrongly
+    ├── ConfigError                 3   a manifest or a config is wrong
+    │   ├── ManifestError           3
+    │   │   └── SignatureError      3   a manifest whose signature does not verify
+    ├── NetworkError                4   an address is wrong or nobody answers
+    │   ├── AddressError            4   a run address that cannot be read
+    │   ├── TransportError          4   (see below; normally handled inside the protocol)
+    │   │   ├── PeerUnreachable         nobody answers there
+    │   │   ├── StreamClosed            the stream ended before its explicit end
+    │   │   └── PeerMisbehaved          the peer broke the protocol (attributed to it)
+    │   │       └── FrameTooLarge       a frame above the reader's limit
+    │   └── WrongRun                4   the other side serves another run
+    ├── DataError                   5   training data missing, empty or different
+    ├── StateError                  6   a state folder or a checkpoint is unusable
+    │   ├── CheckpointError         6   truncated, of another run or of another model
+    │   └── StateLocked             6   a second node on the same state folder
+    ├── ResourceError               7   port, disk, memory or device
+    ├── VersionError                8   the run speaks another protocol version
+    └── RoundVoid                   -   a round ended without a commit (never reaches the user)
+
+Exit codes are stable: 0 done, 1 a defect in atoll, 130 Ctrl-C; the others stand above. A message says what was
+expected, what was found and what to do.
+"""
+
+from __future__ import annotations
+
+
+class AtollError(Exception):
+    """Root of every error that atoll raises on purpose. ``exit_code`` is what the command line ends with."""
+
+    exit_code = 1
+
+
+class UsageError(AtollError):
+    """The command was called wrongly."""
+
+    exit_code = 2
+
+
+class ConfigError(AtollError):
+    """A manifest or a config is wrong."""
+
+    exit_code = 3
+
+
+class ManifestError(ConfigError):
+    """A manifest is wrong: unknown key, wrong type, out of range, contradiction."""
+
+
+class SignatureError(ManifestError):
+    """A manifest whose signature is missing or does not verify."""
+
+
+class NetworkError(AtollError):
+    """An address is wrong or nobody answers there."""
+
+    exit_code = 4
+
+
+class AddressError(NetworkError):
+    """A run address or multiaddress that cannot be read."""
+
+
+class WrongRun(NetworkError):
+    """The other side serves another run than the one asked for."""
+
+
+class TransportError(NetworkError):
+    """Something between two peers failed; the protocol handles it."""
+
+
+class PeerUnreachable(TransportError):
+    """Nobody answers at that peer, in the time given."""
+
+
+class StreamClosed(TransportError):
+    """The stream ended before its explicit end, or was used after it."""
+
+
+class PeerMisbehaved(TransportError):
+    """A peer broke the protocol. ``peer`` names it."""
+
+    def __init__(self, message: str, peer: str | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class FrameTooLarge(PeerMisbehaved):
+    """A frame above the limit that the reader set; it was not read into memory."""
+
+
+class DataError(AtollError):
+    """Training data is missing, empty, too short or different from what the manifest pins."""
+
+    exit_code = 5
+
+
+class StateError(AtollError):
+    """A state folder or a checkpoint is unusable."""
+
+    exit_code = 6
+
+
+class CheckpointError(StateError):
+    """A checkpoint is truncated, of another run or of another model."""
+
+
+class StateLocked(StateError):
+    """Another process uses the state folder."""
+
+
+class ResourceError(AtollError):
+    """A port is taken, a disk full or read-only, a device absent, memory exhausted."""
+
+    exit_code = 7
+
+
+class VersionError(AtollError):
+    """The run speaks another protocol version than this atoll."""
+
+    exit_code = 8
+
+
+class RoundVoid(AtollError):
+    """A round ended without a commit; everything in it is as if never sent."""

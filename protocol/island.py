@@ -1,0 +1,88 @@
+"""What the round asks of an island: the compute one peer trains with, whatever it is made of.
+
+``node.trainer`` implements it with a child process; the simulation with arithmetic under the virtual clock.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .messages import Span
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the island is since its last contribution. Cheap to read at any time."""
+
+    steps: int = 0
+    """Inner steps since the last contribution was committed."""
+    tokens: int = 0
+    """Tokens in those steps."""
+    units: int = 0
+    """Sample units in those steps."""
+    leased: int = 0
+    """Sample units leased and not yet used."""
+    step_time: float = 0.0
+    """Seconds per inner step, an exponential average; 0 before the first step."""
+    loss: float | None = None
+    """Training loss of the latest steps, nats per token."""
+    fields: dict[str, float] = field(default_factory=dict)
+    """More for the event log (learning rate, memory, …)."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a frozen island holds: the counters at the moment of the freeze (see :class:`Progress`)."""
+
+    steps: int
+    tokens: int
+    units: int
+    leased: int
+
+
+class Island(ABC):
+    """One peer's compute.
+
+    The island trains whenever it is not frozen, has a lease, and was told of global parameters by
+    :meth:`resume`. ``local`` is memory that both sides see: float32, one element a model
+    parameter, in the order of the model's layout.
+    """
+
+    local: NDArray[np.float32]
+    """The island's own parameters θ. The peer reads and writes it only between :meth:`freeze` and :meth:`resume`."""
+
+    @abstractmethod
+    def progress(self) -> Progress: ...
+
+    @abstractmethod
+    def lease(self, spans: list[Span]) -> None:
+        """Add sample units that may be used, in order, after those leased before."""
+
+    @abstractmethod
+    def revoke(self) -> None:
+        """Drop all leases that have not been used (the chain that granted them is gone)."""
+
+    @abstractmethod
+    async def freeze(self) -> Snapshot:
+        """Finish the current inner step, write θ into ``local``, pause. Counters stay as they are.
+
+        Bounded: raises :class:`~atoll.protocol.errors.ResourceError` when the island died or does not answer.
+        """
+
+    @abstractmethod
+    async def resume(self, *, reload: bool, spent: float, outer_step: int) -> None:
+        """Go on training after a freeze, or for the first time.
+
+        reload: take θ from ``local``, which the peer has rewritten (else θ is what it was).
+        spent: the share of the counters (steps, tokens, units) that a commit has taken over, 0 … 1; what is left
+        counts in the next contribution. 1 with a re-synchronisation as well.
+        outer_step: outer steps taken along the chain; learning-rate schedules follow it.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the island; bounded; leaves no process behind."""
