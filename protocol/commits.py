@@ -1,0 +1,220 @@
+"""Rules that make a body and a commit valid. Pure functions: every peer must come to the same answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from .errors import PeerMisbehaved
+from .identity import Signer
+from .layout import ChunkLayout
+from .manifest import Manifest
+from .messages import (
+    GENESIS,
+    Body,
+    ChunkEntry,
+    Commit,
+    Head,
+    Lease,
+    Part,
+    Seal,
+    Span,
+    hash_of,
+    head_of,
+    vote_bytes,
+)
+
+
+class Position(msgspec.Struct, array_like=True, frozen=True):
+    """Where a chain stands after a commit: everything that the next body is checked against, but the tensors."""
+
+    head: Head
+    cursor: int
+    tokens: int
+
+
+START = Position(GENESIS, 0, 0)
+"""Before the first commit."""
+
+
+def position_of(body: Body, commit_id: bytes) -> Position:
+    """The position that a commit makes."""
+    return Position(head_of(body, commit_id), body.cursor, body.tokens)
+
+
+def majority(members: int) -> int:
+    """Signatures that a commit needs: more than half of the roster."""
+    return members // 2 + 1
+
+
+def bitmap(indices: Sequence[int], members: int) -> bytes:
+    """Contributors as bits, least significant first."""
+    bits = bytearray((members + 7) // 8)
+    for index in indices:
+        bits[index >> 3] |= 1 << (index & 7)
+    return bytes(bits)
+
+
+def members_in(contributors: bytes, members: int) -> list[int]:
+    """The inverse of :func:`bitmap`. Raises :class:`PeerMisbehaved` for a wrong length or stray bits."""
+    value = int.from_bytes(contributors, "little")
+    if len(contributors) != (members + 7) // 8 or value >> members:
+        raise PeerMisbehaved(f"a bitmap of {len(contributors)} bytes does not fit {members} members")
+    return [i for i in range(members) if value >> i & 1]
+
+
+def split_parts(seal_members: Sequence[tuple[bool, float, float]], chunks: int) -> list[Part]:
+    """Cut ``chunks`` into parts over the reachable members, in proportion to the bandwidth that bounds each.
+
+    seal_members: (reachable, upload, download) of each member, bytes per second, 0 when unknown. With nobody
+    reachable the first member reduces everything: its own connections carry the others' streams.
+    """
+    able = [i for i, (reachable, _, _) in enumerate(seal_members) if reachable] or [0]
+    # A reducer receives n-1 and sends n-1 copies of its part, so the smaller direction counts.
+    rates = [min(seal_members[i][1], seal_members[i][2]) for i in able]
+    known = sorted(rate for rate in rates if rate > 0)
+    median = known[len(known) // 2] if known else 1.0
+    # Measured rates are noisy: no member gets more than four times another's share because of them.
+    rates = [min(max(rate or median, median / 2), median * 2) for rate in rates]
+    total, given, parts, run = sum(rates), 0, [], 0.0
+    for index, rate in zip(able, rates, strict=True):
+        run += rate
+        upto = chunks if index == able[-1] else round(chunks * run / total)
+        if upto > given:
+            parts.append(Part(index, given, upto - given))
+            given = upto
+    return parts
+
+
+def grant_leases(seal: Seal, cursor: int, max_lease: int) -> tuple[list[Lease], int]:
+    """The leases that a commit of this roster grants, in member order, and the cursor after them."""
+    leases = []
+    for index, member in enumerate(seal.members):
+        count = min(member.want, max_lease)
+        if count:
+            leases.append(Lease(index, Span(cursor, count)))
+            cursor += count
+    return leases, cursor
+
+
+def contributed(seal: Seal, chunks: Sequence[ChunkEntry], layout: ChunkLayout) -> list[float]:
+    """For each member, the share (0 … 1) of the fragment's elements that its contribution is in."""
+    elements = [0] * len(seal.members)
+    for index, entry in enumerate(chunks):
+        size = layout.size(index)
+        for member in members_in(entry.contributors, len(seal.members)):
+            elements[member] += size
+    return [count / layout.parameters for count in elements]
+
+
+def averaged_tokens(seal: Seal, chunks: Sequence[ChunkEntry], layout: ChunkLayout) -> int:
+    """Tokens that a commit averages: each member's weight times the share of the fragment it is in."""
+    shares = contributed(seal, chunks, layout)
+    return sum(int(member.weight * share) for member, share in zip(seal.members, shares, strict=True))
+
+
+def make_body(
+    seal: Seal, roster_id: bytes, parent: Position, state: bytes, chunks: list[ChunkEntry], manifest: Manifest,
+    layout: ChunkLayout,
+) -> Body:  # fmt: skip
+    """The one body that follows from a roster, its parent and its averaged chunks, whoever proposes it."""
+    leases, cursor = grant_leases(seal, parent.cursor, manifest.round.max_lease)
+    tokens = averaged_tokens(seal, chunks, layout)
+    return Body(
+        run=seal.run,
+        round=seal.round,
+        fragment=seal.fragment,
+        height=parent.head.height + 1,
+        outer_step=parent.head.outer_step + (1 if chunks else 0),
+        parent=parent.head.id,
+        state=state,
+        seal=seal,
+        chunks=chunks,
+        leases=leases,
+        cursor=cursor,
+        tokens=parent.tokens + tokens,
+        # A lone peer's steps are real, but they must never outweigh those of a swarm.
+        weight=parent.head.weight + (tokens if len(seal.members) > 1 else 0),
+    )
+
+
+def check_seal(seal: Seal, manifest: Manifest, layout: ChunkLayout) -> None:
+    """Raise :class:`PeerMisbehaved` unless the roster keeps the run's rules."""
+    count = len(seal.members)
+    if seal.run != manifest.run_id:
+        raise PeerMisbehaved("a roster of another run", seal.coordinator)
+    if seal.fragment != 0:
+        raise PeerMisbehaved(f"fragment {seal.fragment} of 1", seal.coordinator)
+    if seal.round <= seal.base.round:
+        raise PeerMisbehaved(f"round {seal.round} on a base of round {seal.base.round}", seal.coordinator)
+    if len({member.peer for member in seal.members}) != count:
+        raise PeerMisbehaved("a member stands twice in a roster", seal.coordinator)
+    if count > manifest.round.max_group:
+        raise PeerMisbehaved(f"a roster of {count}, the manifest allows {manifest.round.max_group}", seal.coordinator)
+    for member in seal.members:
+        if not manifest.admits(member.peer):
+            raise PeerMisbehaved(f"a roster with {member.peer}, whom the manifest does not admit", seal.coordinator)
+        if member.weight > manifest.round.weight_cap:
+            raise PeerMisbehaved(f"weight {member.weight} above the cap {manifest.round.weight_cap}", member.peer)
+    if not any(member.peer == seal.coordinator for member in seal.members):
+        raise PeerMisbehaved("a coordinator outside its roster", seal.coordinator)
+    at = 0
+    for part in seal.parts:
+        if part.first != at or part.count == 0 or part.reducer >= count:
+            raise PeerMisbehaved("parts that do not cover the fragment once", seal.coordinator)
+        at += part.count
+    if at != (layout.count if any(member.weight for member in seal.members) else 0):
+        raise PeerMisbehaved(f"parts cover {at} of {layout.count} chunks", seal.coordinator)
+
+
+def check_body(body: Body, manifest: Manifest, layout: ChunkLayout) -> None:
+    """Raise :class:`PeerMisbehaved` unless the body is sound in itself (its parent is not looked at)."""
+    seal = body.seal
+    check_seal(seal, manifest, layout)
+    base = seal.base
+    if (body.run, body.round, body.fragment, body.parent) != (seal.run, seal.round, seal.fragment, base.id):
+        raise PeerMisbehaved("a body that does not fit its roster", seal.coordinator)
+    weights = [member.weight for member in seal.members]
+    if len(body.chunks) != (layout.count if any(weights) else 0):
+        raise PeerMisbehaved(f"a body of {len(body.chunks)} chunks, the fragment has {layout.count}", seal.coordinator)
+    for entry in body.chunks:
+        if any(weights[i] == 0 for i in members_in(entry.contributors, len(weights))):
+            raise PeerMisbehaved("a contributor of weight 0", seal.coordinator)
+    tokens = averaged_tokens(seal, body.chunks, layout)
+    expected = (base.height + 1, base.outer_step + bool(body.chunks), base.weight + tokens * (len(weights) > 1))
+    if (body.height, body.outer_step, body.weight) != expected:
+        raise PeerMisbehaved("a body whose height, outer step or weight does not follow from its base", seal.coordinator)
+
+
+def check_child(body: Body, parent: Position, manifest: Manifest, layout: ChunkLayout) -> None:
+    """Raise :class:`PeerMisbehaved` unless the body follows from ``parent`` (state digest apart)."""
+    if body.seal.base != parent.head:
+        raise PeerMisbehaved("a body whose base is not the parent", body.seal.coordinator)
+    leases, cursor = grant_leases(body.seal, parent.cursor, manifest.round.max_lease)
+    tokens = parent.tokens + averaged_tokens(body.seal, body.chunks, layout)
+    if (body.leases, body.cursor, body.tokens) != (leases, cursor, tokens):
+        raise PeerMisbehaved("a body whose leases, cursor or tokens do not follow from its parent", body.seal.coordinator)
+
+
+def check_vote(body: Body, commit_id: bytes, member: int, signature: bytes, signer: Signer) -> bool:
+    """Whether that member of the roster signed the commit."""
+    members = body.seal.members
+    return member < len(members) and signer.verify(members[member].peer, vote_bytes(commit_id), signature)
+
+
+def verify_commit(commit: Commit, manifest: Manifest, layout: ChunkLayout, signer: Signer) -> bytes:
+    """Check a commit in itself: a sound body, and signatures of more than half of its roster.
+
+    Returns the commit's id. Raises :class:`PeerMisbehaved`.
+    """
+    body = commit.body
+    check_body(body, manifest, layout)
+    commit_id = hash_of(body)
+    voters = {vote.member for vote in commit.votes}
+    if len(voters) != len(commit.votes) or len(voters) < majority(len(body.seal.members)):
+        raise PeerMisbehaved(f"{len(voters)} distinct votes of {len(body.seal.members)} members are no majority")
+    for vote in commit.votes:
+        if not check_vote(body, commit_id, vote.member, vote.signature, signer):
+            raise PeerMisbehaved(f"vote of member {vote.member} does not verify")
+    return commit_id
