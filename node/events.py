@@ -1,0 +1,125 @@
+"""The events of a node, and a reader that follows a growing event log.
+
+Every line has ``t``, ``event`` and ``peer`` (see :mod:`atoll.protocol.eventlog`). The events:
+
+``start``       run, name, version, pid, addresses, device
+``state``       state: starting | joining | training | averaging | waiting | finished | leaving
+``progress``    state, round, outer_step, steps, tokens, loss, tokens_per_s, bytes_sent, bytes_received, peers; about
+                every second. tokens and bytes count since the process began; bytes are payload bytes of streams
+``seal``        round, roster, members, deadline, coordinator
+``void``        round, roster, reason
+``commit``      round, outer_step, id, parent, members (peer ids), contributors ({peer: share 0 … 1}), tokens and weight
+                (along the chain), seconds (from the seal on), bytes_sent (by this peer, in this round), lone
+``digest``      round, outer_step, commit, digest: the state digest after that commit, hex
+``evaluation``  round, outer_step, tokens, bytes, val_loss (nats per token); an observer's
+``refused``     from, reason: a peer that was not listened to
+``warning``     message
+``exit``        code, reason
+
+Unknown events and unknown fields are to be ignored by readers: newer nodes may write more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from atoll.protocol.eventlog import EVENT_FILE, EventLog
+
+__all__ = ["EVENT_FILE", "EventLog", "EventTail", "last_head_time", "read_events"]
+
+Event = dict[str, Any]
+
+_MAX_LINE = 1 << 20
+_DECODER = msgspec.json.Decoder(dict[str, Any])
+
+
+class EventTail:
+    """Follows one event log: :meth:`poll` returns what was appended since the last call.
+
+    The file may not exist yet, may be rotated (another inode) or truncated; half a line waits for its rest. Lines
+    that are no JSON objects are counted in ``malformed`` and skipped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.malformed = 0
+        self._file: Any = None
+        self._identity: tuple[int, int] | None = None
+        self._rest = b""
+
+    def poll(self) -> list[Event]:
+        """New events, oldest first; empty when there are none. Never blocks on a regular file, never raises."""
+        events: list[Event] = []
+        try:
+            stat = self.path.stat()
+            identity: tuple[int, int] | None = (stat.st_dev, stat.st_ino)
+            size = stat.st_size
+        except OSError:
+            identity, size = None, 0
+        if self._file is not None and identity != self._identity:
+            events += self._drain()  # the last lines of the file that was rotated away
+            self.close()
+        if identity is None:
+            return events
+        try:
+            if self._file is None:
+                self._file = open(self.path, "rb")  # noqa: SIM115 - stays open between polls
+                self._identity = identity
+            elif size < self._file.tell():
+                self._file.seek(0)
+                self._rest = b""
+        except OSError:
+            return events
+        return events + self._drain()
+
+    def _drain(self) -> list[Event]:
+        try:
+            data = self._rest + self._file.read()
+        except OSError:
+            return []
+        *lines, self._rest = data.split(b"\n")
+        if len(self._rest) > _MAX_LINE:
+            self._rest = b""
+            self.malformed += 1
+        events: list[Event] = []
+        for line in lines:
+            if not line.strip():
+                continue
+            try:
+                event = _DECODER.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                self.malformed += 1
+                continue
+            if isinstance(event.get("event"), str):
+                events.append(event)
+            else:
+                self.malformed += 1
+        return events
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file, self._identity, self._rest = None, None, b""
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """All events of a log, the rotated part first."""
+    for part in (path.with_name(path.name + ".1"), path):
+        tail = EventTail(part)
+        try:
+            yield from tail.poll()
+        finally:
+            tail.close()
+
+
+def last_head_time(path: Path) -> float | None:
+    """When (seconds since 1970) the log last tells of a commit or a digest; None when it never does."""
+    latest: float | None = None
+    for event in read_events(path):
+        if event["event"] in ("commit", "digest") and isinstance(event.get("t"), int | float):
+            latest = max(latest or 0.0, float(event["t"]))
+    return latest
