@@ -5,6 +5,7 @@
     AtollError                      exit code
     ├── UsageError                  2   the command was called wrongly
     ├── ConfigError                 3   a manifest or a config is wrong
+    │   ├── NonFinite               3   NaN or infinite numbers: the training diverged
     │   ├── ManifestError           3
     │   │   └── SignatureError      3   a manifest whose signature does not verify
     ├── NetworkError                4   an address is wrong or nobody answers
@@ -20,7 +21,9 @@
     │   ├── CheckpointError         6   truncated, of another run or of another model
     │   └── StateLocked             6   a second node on the same state folder
     ├── ResourceError               7   port, disk, memory or device
+    │   └── DiskFull                7   no space left; a run goes on without checkpoints
     ├── VersionError                8   the run speaks another protocol version
+    ├── SimulationError             1   a simulated run cannot go on (tests and tools only)
     └── RoundVoid                   -   a round ended without a commit (never reaches the user)
 
 Exit codes are stable: 0 done, 1 a defect in atoll, 130 Ctrl-C; the others stand above. A message says what was
@@ -46,6 +49,10 @@ class ConfigError(AtollError):
     """A manifest or a config is wrong."""
 
     exit_code = 3
+
+
+class NonFinite(ConfigError):
+    """Parameters, gradients or an average hold NaN, infinities or absurd magnitudes: the training diverged."""
 
 
 class ManifestError(ConfigError):
@@ -120,6 +127,10 @@ class ResourceError(AtollError):
     exit_code = 7
 
 
+class DiskFull(ResourceError):
+    """No space left for the state folder. What was there stays as it was; a run goes on without writing."""
+
+
 class VersionError(AtollError):
     """The run speaks another protocol version than this atoll."""
 
@@ -128,3 +139,7 @@ class VersionError(AtollError):
 
 class RoundVoid(AtollError):
     """A round ended without a commit; everything in it is as if never sent."""
+
+
+class SimulationError(AtollError):
+    """A simulated run cannot go on: a deadlock, a task that spins, or its time is over."""

@@ -1,0 +1,24 @@
+"""Codecs: how a chunk of float32 crosses the network. The bytes are specified in docs/wire/codecs.md.
+
+A payload carries its data and nothing else: the manifest names the codec and the frame around it gives the length.
+"""
+
+from __future__ import annotations
+
+from ..errors import ConfigError
+from .base import MAX_MAGNITUDE, MAX_WEIGHT, Codec
+from .float16 import Float16
+from .float32 import Float32
+from .int8 import Int8
+
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), Float16(), Int8())}
+
+__all__ = ["CODECS", "MAX_MAGNITUDE", "MAX_WEIGHT", "Codec", "Float16", "Float32", "Int8", "get_codec"]
+
+
+def get_codec(name: str) -> Codec:
+    """The codec of that name. Raises :class:`ConfigError` for an unknown one."""
+    codec = CODECS.get(name)
+    if codec is None:
+        raise ConfigError(f"unknown codec {name!r}; choose one of {', '.join(CODECS)}")
+    return codec
