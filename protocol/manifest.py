@@ -1,0 +1,471 @@
+"""The manifest: a run's constitution, one file that says all its peers must agree on.
+
+It is a TOML file. Its canonical form (RFC 8785 JSON of everything but the signature) hashes to the run id, so two
+runs of one name cannot mix; the owner signs it with Ed25519. The tables ``[model]``, ``[data]`` and ``[inner]`` are
+opaque here: flat, scalars only, given their meaning by the node. docs/wire/records.md is the specification.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
+
+from blake3 import blake3
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from .canonical import canonical_json
+from .errors import ManifestError, SignatureError, VersionError
+from .explain import explain, shown
+from .identity import Signer, public_key_of, verify
+from .messages import MAX_CHUNKS, MAX_MEMBERS
+from .toml import toml_array, toml_value, wrapped_comment
+from .transport import PeerId
+
+__all__ = ["MAX_MANIFEST", "PROTOCOL", "Manifest", "Scalar", "Scalars", "explain"]
+
+PROTOCOL = 1
+"""Version of the protocol that this package speaks."""
+MAX_MANIFEST = 256 * 1024
+"""Bytes of the longest manifest, as TOML and in canonical form."""
+MAX_SAFE_INTEGER = 2**53
+"""Beyond it not every integer is a float64, so the canonical form would not be one."""
+MAX_PEERS = 4096
+MAX_KEYS = 64
+MAX_TEXT = 4096
+
+Scalar = str | int | float | bool
+
+_DIGEST = r"^[0-9a-f]{64}$"
+_HEX = r"^([0-9a-f]{64,256})?$"
+
+
+class Scalars(dict[str, Scalar]):
+    """A flat table of scalars that cannot be changed. Floats with an integral value are integers: 1.0 is 1."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("a manifest's table cannot be changed; make a new manifest with Manifest.replace")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type[Scalars], tuple[dict[str, Scalar]]]:
+        return Scalars, (dict(self),)
+
+
+def _scalars(table: Any) -> Scalars:
+    if not isinstance(table, Mapping):
+        raise ValueError(f"expected a table, found {shown(table)}")
+    problems = []
+    if len(table) > MAX_KEYS:
+        problems.append(f"expected at most {MAX_KEYS} keys, found {len(table)}")
+    values: dict[str, Scalar] = {}
+    for key, value in table.items():
+        if not isinstance(key, str) or not 0 < len(key) <= 64 or not key.replace("_", "a").replace("-", "a").isalnum():
+            problems.append(f"key {shown(key)}: expected 1 to 64 letters, digits, _ or -")
+        elif not key.isascii():
+            problems.append(f"key {shown(key)}: expected ASCII characters")
+        elif isinstance(value, bool):
+            values[key] = value
+        elif isinstance(value, str):
+            if len(value) > MAX_TEXT:
+                problems.append(f"{key}: expected at most {MAX_TEXT} characters, found {len(value)}")
+            elif any("\ud800" <= letter <= "\udfff" for letter in value):
+                problems.append(f"{key}: expected Unicode text, found half a surrogate pair")
+            values[key] = value
+        elif isinstance(value, int | float):
+            if not math.isfinite(value):
+                problems.append(f"{key}: expected a finite number, found {value}")
+            elif isinstance(value, int) and abs(value) > MAX_SAFE_INTEGER:
+                problems.append(f"{key}: expected an integer within ±2^53, found {value}")
+            elif isinstance(value, float) and value.is_integer() and abs(value) <= MAX_SAFE_INTEGER:
+                values[key] = int(value)
+            else:
+                values[key] = value
+        else:
+            problems.append(f"{key}: expected a string, a number or a boolean, found {shown(value)}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return Scalars(values)
+
+
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        below = 1 << (value.bit_length() - 1)
+        raise ValueError(f"expected a power of two, found {value} (near it: {below} and {2 * below})")
+    return value
+
+
+def _peer(text: str) -> str:
+    try:
+        public_key_of(text)
+    except ValueError as error:
+        raise ValueError(f"{shown(text)} is not a peer id: {error}") from None
+    return text
+
+
+Table = Annotated[Scalars, PlainValidator(_scalars)]
+Count = Annotated[int, Field(ge=1, le=MAX_SAFE_INTEGER)]
+Strings = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+
+
+class _Section(BaseModel):
+    """A typed table: exact types, no unknown keys, no NaN, cannot be changed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class RoundSection(_Section):
+    """[round]: how long a round is and who takes part."""
+
+    inner_steps: int = Field(ge=1, le=10**6, description="inner steps between two outer steps (H)")
+    quorum: int = Field(ge=1, le=MAX_MEMBERS, description="peers that must be ready before a group is called")
+    max_group: int = Field(ge=1, le=MAX_MEMBERS, description="largest averaging group")
+    silence: float = Field(ge=0.1, le=120, description="seconds of silence that count as death (T)")
+    grace: float = Field(
+        ge=0, le=1, description="wait for late peers, as a share of the time that the inner steps take"
+    )
+    weight_cap: Count = Field(description="most tokens that one contribution counts for")
+    first_lease: Count = Field(description="sample units leased to a newcomer")
+    max_lease: Count = Field(description="most sample units in one lease")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        problems = []
+        if self.quorum > self.max_group:
+            problems.append(f"quorum = {self.quorum} exceeds max_group = {self.max_group}: no group could be called")
+        if self.first_lease > self.max_lease:
+            problems.append(f"first_lease = {self.first_lease} exceeds max_lease = {self.max_lease}")
+        if self.max_lease < self.inner_steps:
+            problems.append(
+                f"max_lease = {self.max_lease} is below inner_steps = {self.inner_steps}, and a step takes a unit "
+                "or more: no peer could ever finish its inner steps"
+            )
+        if self.weight_cap < self.inner_steps:
+            problems.append(f"weight_cap = {self.weight_cap} is below inner_steps = {self.inner_steps}, a token a step")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+
+class OuterSection(_Section):
+    """[outer]: the outer optimizer (DiLoCo, arXiv:2311.08105)."""
+
+    optimizer: Literal["nesterov"] = Field(description='outer optimizer: "nesterov"')
+    lr: float = Field(gt=0, le=10, description="outer learning rate")
+    momentum: float = Field(ge=0, lt=1, description="outer momentum")
+
+
+class CodecSection(_Section):
+    """[codec]: how pseudo-gradients are packed."""
+
+    name: Literal["float32", "float16", "int8"] = Field(description='"float32", "float16" or "int8" (blockwise)')
+    error_feedback: float = Field(
+        ge=0, le=1, description="share of the packing error that is carried to the next round; 0: none"
+    )
+
+
+class StateSection(_Section):
+    """[state]: the shape of the global state and where it starts."""
+
+    parameters: int = Field(ge=1, le=2**40, description="elements of the flattened model")
+    chunk: int = Field(ge=64, le=2**22, description="elements in a chunk, a power of two")
+    theta0: str = Field(pattern=_DIGEST, description="digest of the initial state, hex")
+    checkpoint_every: int = Field(ge=1, le=10**6, description="commits from one checkpoint to the next (K)")
+
+    _check_chunk = field_validator("chunk")(_power_of_two)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        chunks = -(-self.parameters // self.chunk)
+        if chunks > MAX_CHUNKS:
+            raise ValueError(
+                f"parameters = {self.parameters} makes {chunks} chunks of {self.chunk}, and {MAX_CHUNKS} are allowed; "
+                "use larger chunks"
+            )
+        return self
+
+
+class BudgetSection(_Section):
+    """[budget]: how much the run does."""
+
+    rounds: int = Field(
+        ge=1, le=10**7, description="outer steps of the whole run; schedules follow outer_step / rounds"
+    )
+
+
+class AccessSection(_Section):
+    """[access]: who may take part."""
+
+    admit: Literal["open", "list"] = Field(description='"open": whoever comes; "list": only the peers listed')
+    peers: Strings = Field(max_length=MAX_PEERS, description="the peer ids admitted by a list")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        problems = []
+        for peer in self.peers:
+            try:
+                _peer(peer)
+            except ValueError as error:
+                problems.append(str(error))
+        problems += [f"{peer} is listed {count} times" for peer, count in Counter(self.peers).items() if count > 1]
+        if self.admit == "list" and not self.peers:
+            problems.append('admit = "list" with no peers listed: nobody could take part')
+        if self.admit == "open" and self.peers:
+            problems.append('peers are listed, but admit = "open" ignores them; use admit = "list" or peers = []')
+        if problems:
+            raise ValueError("; ".join(problems[:5]))
+        return self
+
+
+class Manifest(_Section):
+    """A run's manifest. Immutable; every instance is valid by itself, signed or not."""
+
+    protocol: int = Field(description="version of the protocol")
+    name: str = Field(min_length=1, max_length=64, description="name of the run, for people")
+    owner: str = Field(default="", max_length=128, description="peer id of who signed; empty until signed")
+    signature: str = Field(default="", pattern=_HEX, description="the owner's signature, hex; empty until signed")
+    model: Table = Field(description="the model; read by the node")
+    data: Table = Field(description="the training data; read by the node")
+    inner: Table = Field(description="the inner optimizer; read by the node")
+    round: RoundSection = Field(description="how long a round is and who takes part")
+    outer: OuterSection = Field(description="the outer optimizer")
+    codec: CodecSection = Field(description="how pseudo-gradients are packed")
+    state: StateSection = Field(description="the global state and where it starts")
+    budget: BudgetSection = Field(description="how much the run does")
+    access: AccessSection = Field(description="who may take part")
+
+    SUGGESTED: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "round": {"inner_steps": 50, "quorum": 2, "max_group": 16, "silence": 5.0, "grace": 0.25},
+        "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.6},
+        "codec": {"name": "int8", "error_feedback": 1.0},
+        "state": {"checkpoint_every": 10},
+        "budget": {"rounds": 60},
+        "access": {"admit": "open", "peers": []},
+    }
+    """What :meth:`make` fills in. Never used for a manifest that is read: there every field must stand."""
+
+    @field_validator("protocol")
+    @classmethod
+    def _known_version(cls, value: int) -> int:
+        if value != PROTOCOL:
+            newer = "update atoll to take part" if value > PROTOCOL else "an older atoll is needed to take part"
+            raise VersionError(f"the run speaks protocol version {value}, and this atoll speaks {PROTOCOL}; {newer}")
+        return value
+
+    @field_validator("name")
+    @classmethod
+    def _printable(cls, value: str) -> str:
+        if not value.isprintable() or value.strip() != value or "/" in value or "\\" in value:
+            raise ValueError(f"expected printable characters without slashes or outer blanks, found {shown(value)}")
+        return value
+
+    @field_validator("owner")
+    @classmethod
+    def _owner(cls, value: str) -> str:
+        return value and _peer(value)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.access.admit == "list" and self.round.quorum > len(self.access.peers):
+            raise ValueError(
+                f"round.quorum = {self.round.quorum} exceeds the {len(self.access.peers)} peers of access.peers: "
+                "no group could be called"
+            )
+        if self.signature and not self.owner:
+            raise ValueError("there is a signature, but no owner; sign it again")
+        size = len(canonical_json(self._signed_part()))
+        if size > MAX_MANIFEST:
+            raise ValueError(f"expected at most {MAX_MANIFEST} bytes, found {size}")
+        return self
+
+    # ------------------------------------------------------------------ making one
+
+    @classmethod
+    def make(
+        cls,
+        name: str,
+        *,
+        parameters: int,
+        theta0: str,
+        model: Mapping[str, Scalar] | None = None,
+        data: Mapping[str, Scalar] | None = None,
+        inner: Mapping[str, Scalar] | None = None,
+        **sections: Mapping[str, Any],
+    ) -> Manifest:
+        """An unsigned manifest, with :attr:`SUGGESTED` values for what ``sections`` (round, outer, …) leave out.
+
+        parameters: elements of the flattened model. theta0: the initial state's digest, hex.
+        What depends on the model's batch is guessed with one sequence of 64 tokens a step: callers who know better
+        pass round = {weight_cap, first_lease, max_lease}.
+        """
+        raw: dict[str, Any] = {"protocol": PROTOCOL, "name": name}
+        raw |= {"model": model or {}, "data": data or {}, "inner": inner or {}}
+        for section, values in cls.SUGGESTED.items():
+            raw[section] = {**values, **sections.pop(section, {})}
+        raw |= sections
+        raw["state"] = {"parameters": parameters, "theta0": theta0, "chunk": suggested_chunk(parameters)} | raw["state"]
+        steps = raw["round"]["inner_steps"]
+        if isinstance(steps, int):
+            first = raw["round"].setdefault("first_lease", 2 * steps)
+            if isinstance(first, int):
+                raw["round"].setdefault("max_lease", 4 * first)
+            raw["round"].setdefault("weight_cap", 8 * steps * 64)
+        return cls.from_dict(raw)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Manifest:
+        """Validate plain values.
+
+        Raises :class:`VersionError` for another protocol version and :class:`ManifestError`, naming every problem in
+        one line, for anything else.
+        """
+        try:
+            return cls.model_validate(dict(raw))
+        except ValidationError as error:
+            raise ManifestError(explain(error, cls)) from None
+
+    def replace(self, **changes: Any) -> Manifest:
+        """This manifest with some fields changed, unsigned: ``manifest.replace(name="x", budget={"rounds": 12})``.
+
+        Tables are merged; other fields are replaced.
+        """
+        raw = self.model_dump(exclude={"owner", "signature"})
+        for key, value in changes.items():
+            raw[key] = {**raw[key], **value} if isinstance(value, Mapping) and key in raw else value
+        return self.from_dict(raw)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """pydantic's copy, but validated."""
+        return self.model_validate(self.model_dump() | dict(update or {}))
+
+    # ------------------------------------------------------------------ identity
+
+    def _signed_part(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"signature"})
+
+    def canonical(self) -> bytes:
+        """The canonical form: RFC 8785 JSON of everything but the signature."""
+        return canonical_json(self._signed_part())
+
+    @cached_property
+    def run_id(self) -> bytes:
+        """BLAKE3 of the canonical form, 32 bytes. Signing changes it, for the owner is part of it."""
+        return blake3(self.canonical()).digest()
+
+    def sign(self, signer: Signer) -> Manifest:
+        """This manifest with ``signer`` as its owner, and signed."""
+        owned = self.from_dict(self._signed_part() | {"owner": signer.peer_id})
+        return self.from_dict(owned._signed_part() | {"signature": signer.sign(manifest_bytes(owned.run_id)).hex()})
+
+    def check_signature(self) -> None:
+        """Raise :class:`SignatureError` unless the owner's signature is there and verifies."""
+        if not self.owner or not self.signature:
+            raise SignatureError("the manifest is not signed; sign it with: atoll manifest sign FILE --key KEYFILE")
+        if not verify(PeerId(self.owner), manifest_bytes(self.run_id), bytes.fromhex(self.signature)):
+            raise SignatureError(
+                f"the signature of the manifest is not {self.owner}'s: it was changed after signing; get the "
+                "original, or sign it again if it is yours"
+            )
+
+    def __hash__(self) -> int:
+        return hash((self.run_id, self.signature))
+
+    def admits(self, peer: str) -> bool:
+        """Whether the access rule lets ``peer`` take part."""
+        return self.access.admit == "open" or peer in self._admitted
+
+    @cached_property
+    def _admitted(self) -> frozenset[str]:
+        return frozenset(self.access.peers)
+
+    # ------------------------------------------------------------------ as text
+
+    @classmethod
+    def from_toml(cls, text: str | bytes) -> Manifest:
+        """Read a manifest. Does not check the signature. Errors as :meth:`from_dict`."""
+        return cls.from_dict(read_toml(text))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Manifest:
+        """Read a manifest file. Errors as :meth:`from_dict`, with the path in front."""
+        try:
+            return cls.from_toml(read_manifest_file(path))
+        except VersionError as error:
+            raise VersionError(f"{path}: {error}") from None
+        except ManifestError as error:
+            raise ManifestError(_in_file(path, error)) from None
+
+    def to_toml(self) -> str:
+        """The manifest as TOML, each field with a comment that teaches it; :meth:`from_toml` reads it back."""
+        values = self.model_dump()
+        lines = ["# Manifest of an atoll run. Its hash is the run id; whoever changes a value makes another run.", ""]
+        tables = []
+        for key, field in type(self).model_fields.items():
+            if isinstance(values[key], dict):
+                tables += ["", f"# {field.description}", f"[{key}]"]
+                section = getattr(type(getattr(self, key)), "model_fields", {})
+                for inner, value in values[key].items():
+                    comment = section[inner].description if inner in section else ""
+                    tables.append(_line(inner, value, comment or ""))
+            else:
+                lines.append(_line(key, values[key], field.description or ""))
+        return "\n".join(lines + tables) + "\n"
+
+
+def _line(key: str, value: Any, comment: str) -> str:
+    text = toml_array(value) if isinstance(value, list | tuple) else toml_value(value)
+    return wrapped_comment(f"{key} = {text}", comment)
+
+
+def _in_file(path: str | os.PathLike[str], error: ManifestError) -> str:
+    return str(error) if str(path) in str(error) else f"{path}: {error}"
+
+
+def manifest_bytes(run_id: bytes) -> bytes:
+    """What the owner signs under a manifest."""
+    return b"atoll manifest 1\0" + run_id
+
+
+def suggested_chunk(parameters: int) -> int:
+    """Elements in a chunk: a power of two near a 64th of the model, between 2^12 and 2^20."""
+    return min(max(1 << max(parameters // 64, 1).bit_length() - 1, 1 << 12), 1 << 20)
+
+
+def read_manifest_file(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a manifest file, bounded. Raises :class:`ManifestError` when it cannot be read."""
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_MANIFEST + 1)
+    except FileNotFoundError:
+        raise ManifestError(f"there is no manifest at {path}; write one with: atoll manifest new -o {path}") from None
+    except OSError as error:
+        raise ManifestError(f"cannot read the manifest {path}: {error.strerror}") from None
+    return data
+
+
+def read_toml(text: str | bytes) -> dict[str, Any]:
+    """Parse the text of a manifest, bounded. Raises :class:`ManifestError`."""
+    try:
+        data = text.encode() if isinstance(text, str) else text
+        if len(data) > MAX_MANIFEST:
+            raise ManifestError(f"the manifest is too long: expected at most {MAX_MANIFEST} bytes")
+        return tomllib.loads(data.decode())
+    except UnicodeError:
+        raise ManifestError("the manifest is not a TOML file: it is not UTF-8 text") from None
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        raise ManifestError(f"the manifest is not a TOML file: {error}") from None
