@@ -1,0 +1,444 @@
+"""The parent's side of the trainer: an :class:`Island` whose compute is a child process that owns the device.
+
+The child may die (out of memory, a driver fault, the kernel's killer) without taking the peer down: it is started
+again, with a smaller micro-batch when memory was the reason, and goes on from what ``local`` holds. The parent
+never imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from atoll.protocol import errors
+from atoll.protocol.errors import AtollError, ResourceError
+from atoll.protocol.island import Island, Progress, Snapshot
+from atoll.protocol.messages import Span
+
+from .channel import Failed, Freeze, Frozen, Grant, Ready, Resume, Revoke, Setup, ToChild, line, to_parent
+from .config import DataConfig, InnerConfig, ModelConfig
+from .sharedmem import SharedMemory
+from .specs import count_parameters
+
+Log = Callable[[str, dict[str, Any]], None]
+
+START_TIMEOUT = 120.0
+"""Seconds from the start of a child until it is ready: imports, data, device."""
+FREEZE_TIMEOUT = 10.0
+"""Seconds that a freeze may take beyond ``FREEZE_STEPS`` inner steps, which must end first."""
+FREEZE_STEPS = 4
+FIRST_STEP_TIMEOUT = 60.0
+"""The same before the first step has ended and its length is known."""
+CLOSE_TIMEOUT = 5.0
+MAX_RESTARTS = 5
+"""Restarts in a row; a child that lived ``HEALTHY`` seconds begins a new row."""
+HEALTHY = 600.0
+RESTART_DELAY = 0.5
+"""Seconds before the first restart, doubled each time, so that a child that dies at once does not eat a core."""
+STDERR_TAIL = 4000
+"""Characters of the child's last words that are kept for the log."""
+
+
+class TrainerProcess(Island):
+    """One trainer child. Make it with :meth:`start`; end it with :meth:`close`.
+
+    When the child dies, ``local`` holds the last state that is known (on a CPU the parameters after its last step, on
+    CUDA those of the last freeze or resume) and the counters tell of that state; sample units that the child had
+    taken are never handed out again. If nobody asked for a freeze in between, the next child just trains on. If
+    :meth:`freeze` raised :class:`ResourceError`, the island stays frozen until :meth:`resume`: the caller may write
+    ``local`` first (``reload=True``), or freeze again to take what is there.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        data: DataConfig,
+        inner: InnerConfig,
+        inner_steps: int,
+        rounds: int,
+        *,
+        device: str = "auto",
+        precision: str = "auto",
+        threads: int | None = None,
+        micro_batch: int | None = None,
+        log: Log | None = None,
+    ) -> None:
+        """Allocates the shared memory; :meth:`start` makes the child as well."""
+        self.device = device
+        """As asked for; once the child is ready, the device it uses (``cpu``, ``cuda:0``)."""
+        self.restarts = 0
+        self._log: Log = log or (lambda event, fields: None)
+        self._memory = SharedMemory.create(count_parameters(model))
+        self.local = self._memory.array
+        self._setup = Setup(
+            fd=self._memory.fd,
+            parameters=count_parameters(model),
+            model=model.to_table(),
+            data=data.to_table(),
+            inner=inner.to_table(),
+            inner_steps=inner_steps,
+            rounds=rounds,
+            device=device,
+            precision=precision,
+            threads=threads,
+            micro_batch=micro_batch,
+        )
+        self._batch = inner.batch
+        self._spans: list[tuple[int, int]] = []
+        """Sample units granted in this generation of leases and perhaps not yet drawn."""
+        self._granted = 0
+        """Units granted in this generation."""
+        self._passed = 0
+        """Units of this generation that left ``_spans`` because they were drawn."""
+        self._epoch = 0
+        self._freezes = 0
+        self._outer_step = 0
+        self._training = False
+        """Whether the child is to train: resumed, and not frozen since."""
+        self._base = self._memory.read()
+        """Counters that belong to what ``local`` held at the last freeze or resume."""
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._frozen: asyncio.Future[None] | None = None
+        self._failure: AtollError | None = None
+        """Why there is no child now; ``None`` while there is one."""
+        self._closing = False
+        self._supervision: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        model: ModelConfig,
+        data: DataConfig,
+        inner: InnerConfig,
+        inner_steps: int,
+        rounds: int,
+        device: str = "auto",
+        threads: int | None = None,
+        micro_batch: int | None = None,
+        log: Log | None = None,
+        *,
+        precision: str = "auto",
+    ) -> TrainerProcess:
+        """Start a child and wait until it is ready (2 to 10 s: it imports torch).
+
+        inner_steps: H; rounds: outer steps of the whole run (schedules). threads: of torch on a CPU, chosen by the
+        model's size when ``None``. log: called with an event's name and fields (``warning``, ``trainer``).
+
+        Raises :class:`DataError` when the data are missing or differ from the pin, :class:`ResourceError` when the
+        device is absent or there is no memory.
+        """
+        self = cls(
+            model,
+            data,
+            inner,
+            inner_steps,
+            rounds,
+            device=device,
+            precision=precision,
+            threads=threads,
+            micro_batch=micro_batch,
+            log=log,
+        )
+        self._supervision = asyncio.create_task(self._supervise(), name="trainer")
+        try:
+            await self._ready
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child, ``None`` while there is none."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def failed(self) -> AtollError | None:
+        """Why the island cannot train at the moment (or, after too many restarts, ever); ``None`` while it can."""
+        return self._failure
+
+    def progress(self) -> Progress:
+        counters = self._memory.read()
+        rate = self._batch * self._setup.model["context"] / counters.step_time if counters.step_time else 0.0
+        return Progress(
+            steps=counters.steps,
+            tokens=counters.tokens,
+            units=counters.units,
+            leased=self._leased(),
+            step_time=counters.step_time,
+            loss=counters.loss if counters.loss == counters.loss else None,
+            fields={
+                "tokens_per_s": rate,
+                "rate": counters.rate,
+                "micro_batch": counters.micro_batch,
+                "skipped": counters.skipped,
+                "restarts": self.restarts,
+            },
+        )
+
+    def lease(self, spans: list[Span]) -> None:
+        new = [(span.start, span.count) for span in spans if span.count]
+        if not new:
+            return
+        drawn = self._drawn()
+        while self._spans and self._passed + self._spans[0][1] <= drawn:
+            self._passed += self._spans.pop(0)[1]
+        self._spans += new
+        self._granted += sum(count for _, count in new)
+        self._tell(Grant(new))
+
+    def revoke(self) -> None:
+        self._begin_generation([])
+        self._tell(Revoke(self._epoch))
+
+    async def freeze(self) -> Snapshot:
+        self._training = False
+        if self._failure is not None:
+            raise self._failure
+        counters = self._memory.read()
+        step = counters.step_time
+        running = time.monotonic() - counters.begun if counters.begun else 0.0
+        limit = FREEZE_TIMEOUT + FREEZE_STEPS * step if step else max(FIRST_STEP_TIMEOUT, FREEZE_TIMEOUT + running)
+        self._frozen = asyncio.get_running_loop().create_future()
+        self._freezes += 1
+        self._tell(Freeze(self._freezes))
+        try:
+            await asyncio.wait_for(asyncio.shield(self._frozen), limit)
+        except TimeoutError:
+            error = ResourceError(
+                f"the trainer did not answer a freeze within {limit:.0f} s (a step takes {step:.2f} s); "
+                "it was ended and is being started again"
+            )
+            self._failure = error
+            self._kill()
+            raise error from None
+        finally:
+            self._frozen = None
+        self._base = counters = self._memory.read()
+        return Snapshot(counters.steps, counters.tokens, counters.units, self._leased())
+
+    async def resume(self, *, reload: bool, spent: float, outer_step: int) -> None:
+        # the child is frozen or gone, so this side may write the counters
+        counters = self._memory.read()
+        left = 1.0 - min(max(spent, 0.0), 1.0)
+        counters.steps = round(counters.steps * left)
+        counters.tokens = round(counters.tokens * left)
+        counters.units = round(counters.units * left)
+        self._memory.write(counters)
+        self._base = counters
+        self._outer_step = outer_step
+        self._training = True
+        self._tell(Resume(reload, outer_step))
+
+    async def close(self) -> None:
+        """End the child (it holds nothing worth saving) and free the memory. Idempotent."""
+        self._closing = True
+        self._training = False
+        if self._failure is None:
+            self._failure = ResourceError("the trainer was closed")
+        self._kill()
+        if self._supervision is not None:
+            task, self._supervision = self._supervision, None
+            task.cancel()
+            # not the caller's wait: after SIGKILL only a driver stuck in the kernel can last longer
+            await asyncio.wait({task}, timeout=CLOSE_TIMEOUT)
+        self._memory.close()
+
+    # the child
+
+    def _leased(self) -> int:
+        return self._granted - self._drawn()
+
+    def _drawn(self) -> int:
+        """Units of this generation that were taken. A child that has not seen the last revoke yet has taken none."""
+        counters = self._memory.read()
+        return counters.drawn if counters.epoch == self._epoch else 0
+
+    def _begin_generation(self, spans: list[tuple[int, int]]) -> None:
+        self._epoch += 1
+        self._spans, self._passed, self._granted = spans, 0, sum(count for _, count in spans)
+
+    def _tell(self, message: ToChild) -> None:
+        """Send, if there is a child that listens; a child that is started later is told the state as a whole."""
+        if self._writer is not None and self._failure is None:
+            self._writer.write(line(message))
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def _supervise(self) -> None:
+        """Start the child, and again when it ends, until closed or given up."""
+        in_a_row = 0
+        while True:
+            began = time.monotonic()
+            failure, memory = await self._one_life()
+            self._memory.repair()
+            if self._closing:
+                return
+            first = not self._ready.done()
+            if first:
+                self._give_up(failure)
+                return
+            in_a_row = 1 if time.monotonic() - began > HEALTHY else in_a_row + 1
+            self._log("warning", {"message": str(failure)})
+            if in_a_row > MAX_RESTARTS or not isinstance(failure, ResourceError):
+                self._give_up(ResourceError(f"the trainer was started {in_a_row} times and failed again: {failure}"))
+                return
+            if memory:
+                current = self._memory.read().micro_batch or self._setup.micro_batch or self._batch
+                self._change(micro_batch=max(current // 2, 1))
+            self._after_death()
+            self.restarts += 1
+            await asyncio.sleep(RESTART_DELAY * 2 ** (in_a_row - 1))
+
+    async def _one_life(self) -> tuple[AtollError, bool]:
+        """Run one child to its end; why it ended, and whether memory was the reason."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        setup = self._setup
+        environment = dict(os.environ)
+        if setup.threads is not None or setup.parameters < SMALL:
+            environment["OMP_NUM_THREADS"] = str(setup.threads or 1)
+        with theirs, contextlib.ExitStack() as on_error:
+            on_error.callback(ours.close)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",
+                "-m",
+                "atoll.node.worker",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=(theirs.fileno(), self._memory.fd),
+                start_new_session=True,
+                env=environment,
+            )
+            on_error.pop_all()
+        self._process = process
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 20)
+        last_words = asyncio.create_task(_tail(process.stderr))
+        reported: Failed | None = None
+        try:
+            writer.write(line(setup))
+            async with asyncio.timeout(START_TIMEOUT) as deadline:
+                while text := await reader.readline():
+                    message = to_parent.decode(text)
+                    if isinstance(message, Ready):
+                        deadline.reschedule(None)
+                        self._begin(message, writer)
+                    elif isinstance(message, Frozen):
+                        waiting = self._frozen if message.number == self._freezes else None
+                        if waiting is not None and not waiting.done():
+                            waiting.set_result(None)
+                    else:
+                        reported = message
+        except TimeoutError:
+            reported = Failed("ResourceError", f"it was not ready within {START_TIMEOUT:.0f} s")
+        except ConnectionError:
+            pass
+        finally:
+            self._writer = None
+            self._kill()
+            writer.close()
+            # the end of the channel comes before the exit code; cancellation must not leave a zombie
+            await asyncio.shield(asyncio.gather(process.wait(), last_words))
+            self._process = None
+        failure = _reason(reported, process.returncode, last_words.result())
+        if self._failure is None:
+            self._failure = failure
+        if self._frozen is not None and not self._frozen.done():
+            self._frozen.set_exception(failure)
+        # the kernel's killer, that is, when it was not this side
+        killed = process.returncode == -signal.SIGKILL and self._failure is failure
+        return self._failure, reported.memory if reported is not None else killed
+
+    def _begin(self, ready: Ready, writer: asyncio.StreamWriter) -> None:
+        """The child is ready: tell it the state, and let it train if it should."""
+        self._writer, self._failure = writer, None
+        self.device = ready.device
+        counters = self._memory.read()
+        counters.micro_batch = ready.micro_batch
+        self._memory.write(counters)
+        self._log(
+            "trainer",
+            {
+                "pid": self.pid,
+                "device": ready.device,
+                "name": ready.name,
+                "threads": ready.threads,
+                "precision": ready.precision,
+                "micro_batch": ready.micro_batch,
+            },
+        )
+        if self._spans:
+            self._tell(Grant(self._spans))
+        if self._training:
+            self._tell(Resume(True, self._outer_step))
+        if not self._ready.done():
+            self._ready.set_result(None)
+
+    def _after_death(self) -> None:
+        """Make spans and counters tell of what ``local`` holds now. There is no child at this moment."""
+        counters = self._memory.read()
+        drawn = self._drawn() - self._passed
+        left: list[tuple[int, int]] = []
+        for start, count in self._spans:
+            skip = min(drawn, count)
+            drawn -= skip
+            if skip < count:
+                left.append((start + skip, count - skip))
+        self._begin_generation(left)
+        if not self.device.startswith("cpu"):
+            # what the device had learnt since the last freeze or resume died with it
+            counters.steps, counters.tokens, counters.units = self._base.steps, self._base.tokens, self._base.units
+        counters.epoch, counters.drawn, counters.begun = self._epoch, 0, 0.0
+        self._memory.write(counters)
+
+    def _change(self, **fields: Any) -> None:
+        self._setup = Setup(**{name: getattr(self._setup, name) for name in Setup.__struct_fields__} | fields)
+
+    def _give_up(self, failure: AtollError) -> None:
+        self._failure = failure
+        if not self._ready.done():
+            self._ready.set_exception(failure)
+            # start() may have been cancelled, and then nobody asks
+            self._ready.exception()
+        else:
+            self._log("warning", {"message": str(failure)})
+
+
+SMALL = 2_000_000
+"""Parameters below which one thread is faster than several on a CPU."""
+
+
+async def _tail(stream: asyncio.StreamReader | None) -> str:
+    """The last of what a stream says, read to its end so that its writer never blocks."""
+    assert stream is not None
+    kept = b""
+    while data := await stream.read(1 << 16):
+        kept = (kept + data)[-STDERR_TAIL:]
+    return kept.decode("utf-8", "replace").strip()
+
+
+def _reason(reported: Failed | None, code: int | None, words: str) -> AtollError:
+    """The error that says why a child ended: its own report, or how it died and what it said last."""
+    if reported is not None:
+        kind = getattr(errors, reported.kind, None)
+        if isinstance(kind, type) and issubclass(kind, AtollError):
+            return kind(reported.message)
+        return ResourceError(f"the trainer failed with {reported.kind}: {reported.message}")
+    how = f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
+    said = f"; it said last: {words.splitlines()[-1]}" if words else ""
+    return ResourceError(f"the trainer {how}{said}")

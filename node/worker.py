@@ -1,0 +1,193 @@
+"""The trainer child: ``python -m atoll.node.worker FD``, started by :mod:`atoll.node.trainer` and by nobody else.
+
+It owns the device. One thread reads the control channel, so that the end of the parent ends the child at once even
+in the middle of a long step; the main thread trains and looks at the messages between steps.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+
+from atoll.protocol.errors import AtollError
+
+from .channel import Failed, Freeze, Frozen, Grant, Ready, Resume, Revoke, Setup, ToChild, ToParent, line, to_child
+
+SMOOTHING = 0.1
+"""Weight of the newest step in the averages of step time and loss."""
+NICENESS = 5
+"""A trainer that fills every core must not starve its own supervisor, whose silence counts as death."""
+
+
+def main() -> None:
+    """Serve the control channel on the inherited descriptor until it closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    control = socket.socket(fileno=int(sys.argv[1]))
+    inbox: queue.SimpleQueue[ToChild] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(control, inbox), daemon=True).start()
+    try:
+        setup = inbox.get()
+        assert isinstance(setup, Setup)
+        Worker(setup, control, inbox).run()
+    except AtollError as error:
+        _send(control, Failed(type(error).__name__, str(error)))
+    except MemoryError:
+        _send(control, Failed("ResourceError", "the machine's memory ran out while training", True))
+    except RuntimeError as error:
+        # torch has no type of its own for an allocation that failed on the CPU or inside a CUDA library
+        memory = any(word in str(error) for word in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
+        _send(control, Failed("ResourceError" if memory else "RuntimeError", str(error), memory))
+        if not memory:
+            raise
+    # skip the interpreter's teardown: the listening thread is inside a system call
+    sys.stderr.flush()
+    os._exit(1)
+
+
+class Worker:
+    """The child's state: a learner, what is leased, and whether it may train."""
+
+    def __init__(self, setup: Setup, control: socket.socket, inbox: queue.SimpleQueue[ToChild]) -> None:
+        self.control, self.inbox = control, inbox
+        import torch
+
+        from . import data
+        from .config import DataConfig, InnerConfig, ModelConfig
+        from .learner import Learner, default_threads
+        from .optim import progress_of_run, rate
+        from .sharedmem import SharedMemory
+
+        self.rate, self.progress_of_run = rate, progress_of_run
+        threads = setup.threads or default_threads(setup.parameters)
+        torch.set_num_threads(threads)
+        model = ModelConfig.from_table(setup.model)
+        corpus = data.load(DataConfig.from_table(setup.data), model.context)
+        self.memory = SharedMemory(setup.fd, setup.parameters)
+        self.learner = Learner(
+            model,
+            InnerConfig.from_table(setup.inner),
+            setup.inner_steps,
+            setup.rounds,
+            corpus.train,
+            self.memory.array,
+            device=setup.device,
+            precision=setup.precision,  # type: ignore[arg-type]
+            micro_batch=setup.micro_batch,
+        )
+        self.batch = self.learner.inner.batch
+        self.spans: deque[tuple[int, int]] = deque()
+        self.leased = 0
+        self.training = False
+        self.outer_step = 0
+        device = self.learner.device
+        if device.type == "cpu":
+            os.nice(NICENESS)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        precision = "bfloat16" if self.learner.dtype is torch.bfloat16 else "float32"
+        _send(control, Ready(str(device), name, threads, precision, self.learner.micro_batch))
+
+    def run(self) -> None:
+        """Train whenever allowed and leased; never returns while the parent lives."""
+        while True:
+            while not (self.training and self.leased >= self.batch):
+                self.handle(self.inbox.get())
+            while not self.inbox.empty():
+                self.handle(self.inbox.get())
+            if self.training and self.leased >= self.batch:
+                self.step()
+
+    def handle(self, message: ToChild) -> None:
+        if isinstance(message, Grant):
+            self.spans.extend(message.spans)
+            self.leased += sum(count for _, count in message.spans)
+        elif isinstance(message, Revoke):
+            self.spans.clear()
+            self.leased = 0
+            counters = self.memory.read()
+            counters.epoch, counters.drawn = message.epoch, 0
+            self.memory.write(counters)
+        elif isinstance(message, Freeze):
+            self.training = False
+            self.learner.store()
+            _send(self.control, Frozen(message.number))
+        elif isinstance(message, Resume):
+            self.outer_step = message.outer_step
+            if message.reload:
+                self.learner.load()
+            self.training = True
+
+    def draw(self) -> list[int]:
+        """The next batch of leased sample units."""
+        units: list[int] = []
+        while len(units) < self.batch:
+            start, count = self.spans.popleft()
+            taken = min(count, self.batch - len(units))
+            units.extend(range(start, start + taken))
+            if taken < count:
+                self.spans.appendleft((start + taken, count - taken))
+        self.leased -= len(units)
+        return units
+
+    def step(self) -> None:
+        import numpy as np
+
+        memory, counters = self.memory, self.memory.read()
+        units = self.draw()
+        counters.drawn += len(units)
+        counters.begun = begun = time.monotonic()
+        memory.write(counters)
+        loss = self.learner.step(np.array(units, np.int64), self.outer_step, counters.steps)
+        took = time.monotonic() - begun
+        progress = self.progress_of_run(self.outer_step, counters.steps, self.learner.inner_steps, self.learner.rounds)
+        counters.rate = self.rate(self.learner.inner, progress)
+        counters.steps += 1
+        counters.tokens += self.learner.tokens_per_step
+        counters.units += len(units)
+        counters.step_time = _smooth(counters.step_time or took, took)
+        if loss == loss:
+            counters.loss = _smooth(counters.loss if counters.loss == counters.loss else loss, loss)
+        counters.micro_batch, counters.skipped = self.learner.micro_batch, self.learner.skipped
+        counters.begun = 0.0
+        memory.write(counters)
+
+
+def _smooth(average: float, value: float) -> float:
+    return average + SMOOTHING * (value - average)
+
+
+def _listen(control: socket.socket, inbox: queue.SimpleQueue[ToChild]) -> None:
+    try:
+        with control.makefile("rb") as lines:
+            for text in lines:
+                inbox.put(to_child.decode(text))
+    finally:
+        # the parent is gone (or spoke nonsense): nothing here is worth keeping
+        os._exit(0)
+
+
+def _send(control: socket.socket, message: ToParent) -> None:
+    try:
+        control.sendall(line(message))
+    except OSError:
+        os._exit(0)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel (Linux) to kill this process when its parent dies; elsewhere the closed channel does it."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    main()
