@@ -1,0 +1,72 @@
+"""A coordinator's call: who answers, who enters, and the roster that follows (design: "One round", 2)."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from .commits import split_parts
+from .control import Ballot, Enter
+from .layout import ChunkLayout
+from .manifest import Manifest
+from .messages import Head, Member, Seal
+from .round import deadline_seconds
+from .transport import PeerId
+
+
+@dataclass
+class Calling:
+    """One call in progress. ``expected``: those whose answer is waited for, as they were heard a moment ago."""
+
+    nonce: bytes
+    round: int
+    base: Head
+    expected: set[PeerId]
+    entered: dict[PeerId, Member] = field(default_factory=dict)
+    answered: set[PeerId] = field(default_factory=set)
+    """Who entered or refused; the busy are asked again."""
+    busy: dict[PeerId, PeerId] = field(default_factory=dict)
+    """Who has entered another's call, and whose."""
+    seen: list[Ballot] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def enter(self, peer: PeerId, message: Enter) -> None:
+        """A peer enters; what it says of another than itself is ignored."""
+        if message.member.peer == peer:
+            self.entered[peer] = message.member
+            self.seen.extend(message.seen)
+        self.busy.pop(peer, None)
+        self.answer(peer)
+
+    def answer(self, peer: PeerId) -> None:
+        self.answered.add(peer)
+        self.changed.set()
+
+    def complete(self) -> bool:
+        """Whether everyone who is waited for has answered."""
+        return self.expected <= self.answered
+
+
+def make_seal(
+    calling: Calling, own: Member, *, coordinator: PeerId, codec_bytes: int, manifest: Manifest, layout: ChunkLayout,
+    fragment: int = 0,
+) -> Seal:  # fmt: skip
+    """The roster of those who entered, the own included, most uncommitted tokens first when there are too many."""
+    able = [m for m in calling.entered.values() if m.weight <= manifest.round.weight_cap and manifest.admits(m.peer)]
+    able.sort(key=lambda member: (-member.weight, member.peer))
+    members = sorted([own, *able[: manifest.round.max_group - 1]], key=lambda member: member.peer)
+    rates = [rate for m in members for rate in (m.upload, m.download) if rate > 0]
+    weighed = any(member.weight for member in members)
+    parts = split_parts([(m.reachable, m.upload, m.download) for m in members], layout.count) if weighed else []
+    moved = codec_bytes if weighed else 0
+    return Seal(
+        run=manifest.run_id,
+        round=calling.round,
+        fragment=fragment,
+        base=calling.base,
+        coordinator=coordinator,
+        nonce=calling.nonce,
+        members=members,
+        parts=parts,
+        deadline=deadline_seconds(manifest.round.silence, moved, len(members), min(rates, default=0.0)),
+    )

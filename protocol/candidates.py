@@ -1,0 +1,26 @@
+"""Who coordinates: the order of candidates, as a pure function of what a peer knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from blake3 import blake3
+
+from .transport import PeerId
+
+
+def rank(run: bytes, base: bytes, peer: PeerId) -> bytes:
+    """The place of a peer among equals for one base: a hash, so that the office moves with every commit."""
+    return blake3(b"atoll candidate 1\0" + run + base + peer.encode()).digest()
+
+
+def order(
+    peers: Iterable[PeerId], *, run: bytes, base: bytes, voids: Mapping[PeerId, int], unreachable: Iterable[PeerId]
+) -> list[PeerId]:
+    """Candidates in the order in which they lead a round on ``base``.
+
+    First who led the fewest void rosters on this base, the unreachable after all others, then by :func:`rank`.
+    Nobody is ever excluded: with everyone else gone the last in order leads.
+    """
+    away = set(unreachable)
+    return sorted(peers, key=lambda peer: (peer in away, voids.get(peer, 0), rank(run, base, peer)))

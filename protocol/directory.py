@@ -1,0 +1,124 @@
+"""Who takes part: peer records in the DHT, and what was learned by hearing from peers directly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .errors import PeerMisbehaved
+from .identity import Signer
+from .manifest import Manifest
+from .records import BUCKETS, Record, bucket_of, dht_key, open_record, seal_record
+from .transport import PeerId, Transport
+
+PUBLISH_EVERY = 10.0
+"""Seconds between two publications of the own record; a change of state is published earlier."""
+EXPIRES_IN = 60.0
+READ_EVERY = (2.0, 10.0)
+"""Seconds between two readings: the first while nobody is known, the second afterwards."""
+CANDIDATE_STATES = frozenset({"joining", "training", "averaging", "waiting"})
+"""States of peers that train; others (observing, serving, finished) lead no rounds."""
+
+
+@dataclass
+class Known:
+    """What is known of one peer."""
+
+    record: Record | None
+    since: float
+    """``Transport.now()`` when it was first seen."""
+    seen: float
+    """… when a record or a message of it came last."""
+
+
+class Directory:
+    """The peers of the run as one peer knows them.
+
+    record: makes the own record's current content.
+    changed: called when a peer appears.
+    """
+
+    def __init__(
+        self, transport: Transport, signer: Signer, manifest: Manifest, *,
+        record: Callable[[float], Record], refused: Callable[[PeerId, str], None], changed: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._transport = transport
+        self._signer = signer
+        self._manifest = manifest
+        self._record = record
+        self._refused = refused
+        self._changed = changed
+        self.known: dict[PeerId, Known] = {}
+        self._publish_now = asyncio.Event()
+
+    def publish_soon(self) -> None:
+        """Publish the own record at the next opportunity: its state has changed."""
+        self._publish_now.set()
+
+    def heard(self, peer: PeerId) -> None:
+        """A peer of the run spoke to this one: it is known, whatever the DHT says."""
+        now = self._transport.now()
+        known = self.known.get(peer)
+        if known is None:
+            self.known[peer] = Known(None, now, now)
+            self._changed()
+        else:
+            known.seen = now
+
+    def forget_stale(self) -> None:
+        """Drop whoever has neither a live record nor spoken for a while."""
+        limit = self._transport.now() - 2 * EXPIRES_IN
+        for peer in [peer for peer, known in self.known.items() if known.seen < limit]:
+            del self.known[peer]
+
+    def candidates(self) -> list[PeerId]:
+        """Others who may lead or join a round, oldest acquaintance first."""
+        return [
+            peer for peer, known in self.known.items()
+            if known.record is None or known.record.state in CANDIDATE_STATES
+        ]  # fmt: skip
+
+    async def publish(self) -> None:
+        """Keep the own record in the DHT; runs until cancelled."""
+        key = dht_key(self._manifest.run_id, bucket_of(self._transport.peer_id, BUCKETS))
+        while True:
+            self._publish_now.clear()
+            record = self._record(self._transport.wall() + EXPIRES_IN)
+            stored = await self._transport.dht.publish(key, seal_record(record, self._signer), EXPIRES_IN)
+            try:
+                async with asyncio.timeout(PUBLISH_EVERY if stored else 1.0):
+                    await self._publish_now.wait()
+                # States flicker at the end of a round; one publication a second is plenty.
+                await asyncio.sleep(1.0)
+            except TimeoutError:
+                pass
+
+    async def read(self) -> None:
+        """Keep ``known`` up to date from the DHT; runs until cancelled."""
+        while True:
+            for bucket in range(BUCKETS):
+                for peer, data in (await self._transport.dht.read(dht_key(self._manifest.run_id, bucket))).items():
+                    self._take(peer, data)
+            self.forget_stale()
+            await asyncio.sleep(READ_EVERY[bool(self.known)])
+
+    def _take(self, peer: PeerId, data: bytes) -> None:
+        if peer == self._transport.peer_id or not self._manifest.admits(peer):
+            return
+        try:
+            record = open_record(data, self._signer, self._manifest.run_id, now=self._transport.wall(), subkey=peer)
+        except PeerMisbehaved as error:
+            self._refused(peer, str(error))
+            return
+        now = self._transport.now()
+        known = self.known.get(peer)
+        if known is None:
+            self.known[peer] = Known(record, now, now)
+            self._changed()
+        elif known.record is None or record.issued >= known.record.issued:
+            fresh = known.record is None or record.issued > known.record.issued
+            known.record = record
+            if fresh:
+                known.seen = now
+        self._transport.learn(peer, list(record.addresses))

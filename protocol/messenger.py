@@ -1,0 +1,197 @@
+"""Control messages over streams: one outgoing stream a peer, opened when there is something to say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from .control import Control
+from .errors import PeerMisbehaved, PeerUnreachable, TransportError
+from .messages import decode, encode
+from .transport import PeerId, Stream, Transport
+
+PROTOCOL = "control/1"
+QUEUE_LIMIT = 256
+"""Messages kept for a peer that takes none; beyond it the oldest go first, since news replaces news."""
+MESSAGE_LIMIT = 64 * 1024 * 1024
+"""Bytes of the largest control message: a body names every chunk of the model by hash."""
+
+
+@dataclass
+class _Link:
+    queue: deque[bytes] = field(default_factory=deque)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    stream: Stream | None = None
+    failed_at: float | None = None
+    """When the last attempt to reach the peer failed, until one succeeds."""
+
+
+class Messenger:
+    """Sends and receives control messages, and knows when a byte last came from whom.
+
+    ``handler(peer, message)`` is called for each message, in order for each peer; it must not block.
+    ``silence`` is T of the design: seconds after which a peer that says nothing counts as dead.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        handler: Callable[[PeerId, Control], None],
+        *,
+        silence: float,
+        admits: Callable[[PeerId], bool],
+        refused: Callable[[PeerId, str], None],
+        idle: float = 120.0,
+    ) -> None:
+        self._transport = transport
+        self._handler = handler
+        self._silence = silence
+        self._admits = admits
+        self._refused = refused
+        self._idle = idle
+        self._links: dict[PeerId, _Link] = {}
+        self._streams: dict[PeerId, dict[int, Stream]] = {}
+        self._last_heard: dict[PeerId, float] = {}
+        self.epoch = float("-inf")
+        """When silence was last forgiven (see :meth:`forgive`)."""
+
+    async def start(self) -> None:
+        """Begin to receive."""
+        await self._transport.serve(PROTOCOL, self._receive)
+
+    async def close(self) -> None:
+        """End all links; what is queued is dropped."""
+        links, self._links = self._links, {}
+        for link in links.values():
+            if link.task is not None:
+                link.task.cancel()
+        for link in links.values():
+            if link.task is not None:
+                await asyncio.gather(link.task, return_exceptions=True)
+
+    # --- signs of life -------------------------------------------------------------------------------------------
+
+    def watch(self, stream: Stream) -> None:
+        """Count bytes on another protocol's stream as signs of life, until :meth:`unwatch`."""
+        self._streams.setdefault(stream.peer, {})[id(stream)] = stream
+
+    def unwatch(self, stream: Stream) -> None:
+        streams = self._streams.get(stream.peer, {})
+        if streams.pop(id(stream), None) is not None:
+            self._note(stream.peer, stream.last_heard)
+        if not streams:
+            self._streams.pop(stream.peer, None)
+
+    def heard(self, peer: PeerId) -> float:
+        """``Transport.now()`` of the last byte from that peer; minus infinity when there was none."""
+        last = self._last_heard.get(peer, float("-inf"))
+        for stream in self._streams.get(peer, {}).values():
+            last = max(last, stream.last_heard)
+        return last
+
+    def silent_for(self, peer: PeerId, since: float) -> float:
+        """Seconds that the peer has been silent, counted from ``since`` at the earliest.
+
+        The count also restarts when this process itself was held up (see :meth:`forgive`).
+        """
+        return self._transport.now() - max(self.heard(peer), since, self.epoch)
+
+    def forgive(self) -> None:
+        """Reset every silence detector: this process was frozen or starved, so silence proves nothing."""
+        self.epoch = self._transport.now()
+
+    def failing(self, peer: PeerId) -> bool:
+        """Whether the last attempt to reach the peer failed, and it has not spoken since."""
+        link = self._links.get(peer)
+        return link is not None and link.failed_at is not None and self.heard(peer) < link.failed_at
+
+    def _note(self, peer: PeerId, at: float) -> None:
+        if at > self._last_heard.get(peer, float("-inf")):
+            self._last_heard[peer] = at
+
+    # --- sending -------------------------------------------------------------------------------------------------
+
+    def post(self, peer: PeerId, message: Control) -> None:
+        """Queue a message for a peer; never blocks, never raises. Lost when the peer cannot be reached."""
+        self._enqueue(peer, encode(message))
+
+    def post_all(self, peers: Iterable[PeerId], message: Control) -> None:
+        """:meth:`post` to several peers, encoding once; oneself is left out."""
+        data = encode(message)
+        for peer in peers:
+            if peer != self._transport.peer_id:
+                self._enqueue(peer, data)
+
+    def _enqueue(self, peer: PeerId, data: bytes) -> None:
+        link = self._links.get(peer)
+        if link is None:
+            link = self._links[peer] = _Link()
+        if len(link.queue) >= QUEUE_LIMIT:
+            link.queue.popleft()
+        link.queue.append(data)
+        link.wake.set()
+        if link.task is None or link.task.done():
+            link.task = asyncio.get_running_loop().create_task(self._send(peer, link), name=f"control to {peer}")
+
+    async def _send(self, peer: PeerId, link: _Link) -> None:
+        """Drain one peer's queue; ends when there was nothing to send for a while."""
+        try:
+            while True:
+                link.wake.clear()
+                while link.queue:
+                    data = link.queue[0]
+                    try:
+                        if link.stream is None:
+                            link.stream = await self._transport.open(peer, PROTOCOL, timeout=self._silence)
+                            link.failed_at = None
+                        async with asyncio.timeout(2 * self._silence):
+                            await link.stream.send(data)
+                    except PeerUnreachable:
+                        link.failed_at = self._transport.now()
+                        link.queue.clear()
+                        # Whoever posts next pays one attempt; a dead peer must not keep us dialling.
+                        await asyncio.sleep(self._silence / 5)
+                        continue
+                    except (TransportError, TimeoutError):
+                        stream, link.stream = link.stream, None
+                        if stream is not None:
+                            await stream.close()
+                        # A stream breaks when the peer restarted: the same message goes over a new one, once.
+                        if link.failed_at is not None:
+                            link.queue.clear()
+                        link.failed_at = self._transport.now()
+                        continue
+                    link.failed_at = None
+                    if link.queue and link.queue[0] is data:
+                        link.queue.popleft()
+                try:
+                    async with asyncio.timeout(self._idle):
+                        await link.wake.wait()
+                except TimeoutError:
+                    if not link.queue:
+                        return
+        finally:
+            stream, link.stream = link.stream, None
+            if stream is not None:
+                await stream.close()
+
+    # --- receiving -----------------------------------------------------------------------------------------------
+
+    async def _receive(self, stream: Stream) -> None:
+        peer = stream.peer
+        if not self._admits(peer):
+            self._refused(peer, "the manifest does not admit this peer")
+            return
+        self.watch(stream)
+        self._note(peer, self._transport.now())
+        try:
+            while True:
+                message: Control = decode(await stream.receive(MESSAGE_LIMIT), Control, peer)  # type: ignore[arg-type]
+                self._handler(peer, message)
+        except PeerMisbehaved as error:
+            self._refused(peer, str(error))
+        finally:
+            self.unwatch(stream)

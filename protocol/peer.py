@@ -1,0 +1,975 @@
+"""A peer of a run: finds the others, trains, reports, calls or is called, reduces, signs, applies.
+
+This is the protocol of the design under "One round", on whatever transport, store and island it is given. One task,
+:meth:`Peer._main`, makes all decisions about the own state, one at a time; message handlers only take notes and wake
+it up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .calling import Calling, make_seal
+from .candidates import order, rank
+from .codecs import get_codec
+from .commits import START, Position, check_child, check_seal, check_vote, contributed, majority, verify_commit
+from .control import (
+    Ballot,
+    Busy,
+    Call,
+    Committed,
+    Control,
+    Enter,
+    Heard,
+    Ping,
+    Reassign,
+    Refuse,
+    Release,
+    Report,
+    Sealed,
+    Voided,
+)
+from .directory import Directory
+from .errors import DiskFull, PeerMisbehaved, ResourceError, RoundVoid, StateError, TransportError
+from .identity import Signer
+from .island import Island, Progress, Snapshot
+from .layout import ChunkLayout
+from .manifest import Manifest
+from .messages import GENESIS, Commit, Head, Member, Vote, better, decode, hash_of, seal_bytes
+from .messenger import Messenger
+from .records import Record, State
+from .reduce import HELLO_LIMIT, Hello
+from .reduce import PROTOCOL as REDUCE
+from .replica import Replica
+from .round import Events, Round, Surroundings
+from .state import GlobalState
+from .store import Store
+from .transfer import Donor, Fetcher
+from .transport import PeerId, Stream, Transport
+
+REPORT_EVERY = 2.0
+"""Seconds between two reports to the first candidates."""
+LINGER = 30.0
+"""Seconds for which a peer at the end of the run waits for others to have its head."""
+EARLY_LIMIT = 256
+"""Messages kept for rosters that this peer has not been told of yet."""
+
+Floats = NDArray[np.float32]
+RoundMessage = Ping | Reassign | Ballot | Voided
+
+
+@dataclass
+class _Limbo:
+    """A void roster of this base that may still turn out committed: then what was frozen for it has been averaged."""
+
+    round: Round
+    theta: Floats | None
+    snapshot: Snapshot
+
+
+@dataclass
+class _Invitation:
+    coordinator: PeerId
+    call: Call
+
+
+class Peer:
+    """One peer. ``run`` takes part until the run's budget is used up or :meth:`stop` is called.
+
+    theta0: builds the initial parameters (float32, one element a model parameter); their digest must be the
+    manifest's.
+    island: the compute; None for a peer that follows without training (an observer, an archive).
+    events: receives everything worth knowing (docs/operations.md lists the events).
+    on_head: awaited after every commit that was applied, with the position; for evaluation and export.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        signer: Signer,
+        manifest: Manifest,
+        store: Store,
+        theta0: Callable[[], Floats],
+        events: Events,
+        island: Island | None = None,
+        name: str = "",
+        version: str = "",
+        reachable: bool = True,
+        linger: float = LINGER,
+        on_head: Callable[[Position], None] | None = None,
+    ) -> None:
+        self.transport = transport
+        self.signer = signer
+        self.manifest = manifest
+        self.layout = ChunkLayout(manifest.state.parameters, manifest.state.chunk)
+        self.codec = get_codec(manifest.codec.name)
+        self.store = store
+        self.island = island
+        self.name = name
+        self.version = version
+        self.reachable = reachable
+        self.state: State = "joining"
+        self.contributed = 0
+        """Tokens of this peer that commits have averaged since it started."""
+        self._theta0 = theta0
+        self._linger = linger
+        self._on_head = on_head
+        self._events = events
+        self._silence = manifest.round.silence
+        self._nonce = transport.random.randbytes(16)
+        self._stopping = False
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._failure: BaseException | None = None
+        self._wake = asyncio.Event()
+        # The replica is filled by _load before anything reads it.
+        self.replica: Replica = None  # type: ignore[assignment]
+
+        self.messenger = Messenger(
+            transport, self._receive, silence=self._silence, admits=manifest.admits, refused=self._refuse
+        )
+        self.directory = Directory(
+            transport, signer, manifest, record=self._record, refused=self._refuse, changed=self._wake.set
+        )
+        self.donor = Donor(transport, self)
+        self.fetcher = Fetcher(transport, manifest, self.layout, signer, store)
+        # What others said, by peer.
+        self._heads: dict[PeerId, Head] = {}
+        self._reports: dict[PeerId, tuple[Report, float]] = {}
+        # The own part in a round.
+        self._base_since = transport.now()
+        self._alone_since = transport.now()
+        self._quorum_since: float | None = None
+        self._voids: dict[PeerId, int] = {}
+        self._last_round = 0
+        self._calling: Calling | None = None
+        self._engaged: PeerId | None = None
+        self._invitation: _Invitation | None = None
+        self._sealed: asyncio.Future[Sealed | None] | None = None
+        self._awaited: Call | None = None
+        self._round: Round | None = None
+        self._limbo: list[_Limbo] = []
+        self._early: deque[tuple[PeerId, RoundMessage]] = deque(maxlen=EARLY_LIMIT)
+        self._commits: deque[tuple[bytes, Commit]] = deque(maxlen=16)
+        self._better_since: float | None = None
+        self._checkpointing: asyncio.Task[None] | None = None
+        self._round_started = transport.now()
+        self._upload = 0.0
+        self._download = 0.0
+
+    # --- life ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Take part. Returns at the end of the run, or after :meth:`stop`. Raises AtollError when it cannot go on."""
+        loop = asyncio.get_running_loop()
+        try:
+            await self._load()
+            await self.messenger.start()
+            await self.transport.serve(REDUCE, self._serve_reduce)
+            await self.donor.start()
+            if self.island is not None:
+                await self._begin_training()
+            for work in (self.directory.publish(), self.directory.read(), self._report(), self._watch_clock()):
+                self._spawn(work)
+            main = loop.create_task(self._main(), name="peer")
+            self._tasks[main] = None
+            main.add_done_callback(self._reaped)
+            await asyncio.wait([main])
+            if self._failure is not None:
+                raise self._failure
+        finally:
+            await self._leave()
+
+    def stop(self) -> None:
+        """Leave as soon as the current decision allows; what is not committed is lost, and said so."""
+        self._stopping = True
+        if self._round is not None and not self._round.outcome.done():
+            self._round.outcome.set_exception(RoundVoid("this peer is leaving"))
+        if self._sealed is not None and not self._sealed.done():
+            self._sealed.set_result(None)
+        self._wake.set()
+
+    async def _leave(self) -> None:
+        self._set_state("leaving")
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._checkpointing is not None:
+            await asyncio.gather(self._checkpointing, return_exceptions=True)
+        await self.messenger.close()
+        if self.replica is not None and self.replica.residual is not None and self._failure is None:
+            try:
+                await self.transport.offload(
+                    self.store.save_residual, self.replica.position.head.id, self.replica.residual
+                )
+            except (ResourceError, StateError) as error:
+                self._events("warning", message=f"the residual was not saved: {error}")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._reaped)
+        return task
+
+    def _reaped(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None and self._failure is None:
+            # A defect, or something that this peer cannot go on with: end all, and let run() raise it.
+            self._failure = error
+            for other in list(self._tasks):
+                other.cancel()
+
+    def _set_state(self, state: State) -> None:
+        if state != self.state:
+            self.state = state
+            self._events("state", state=state)
+            self.directory.publish_soon()
+
+    def _refuse(self, peer: PeerId, reason: str) -> None:
+        self._events("refused", peer=peer, reason=reason)
+
+    def _record(self, expires: float) -> Record:
+        progress = self.island.progress() if self.island is not None else Progress()
+        return Record(
+            run=self.manifest.run_id, peer=self.transport.peer_id, issued=self.transport.wall(), expires=expires,
+            addresses=tuple(self.transport.addresses()), state=self.state, head=self.head,
+            step_time=progress.step_time, tokens=self.contributed, upload=self._upload, download=self._download,
+            version=self.version, reachable=self.reachable, name=self.name,
+        )  # fmt: skip
+
+    @property
+    def head(self) -> Head:
+        """The newest commit that this peer has applied."""
+        return self.replica.position.head if self.replica is not None else GENESIS
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run's budget of outer steps is used up at this head."""
+        return self.head.outer_step >= self.manifest.budget.rounds
+
+    # --- state at the start --------------------------------------------------------------------------------------
+
+    async def _load(self) -> None:
+        """From disk as far as it goes, else θ₀. Raises StateError when θ₀ is not what the manifest says."""
+        loaded = await self.transport.offload(self.store.load)
+        state = loaded.state if loaded is not None else None
+        position = loaded.position if loaded is not None else START
+        if state is None:
+            state = await self.transport.offload(self._fresh)
+        residual = None
+        if self.island is not None and not self.codec.lossless and self.manifest.codec.error_feedback > 0:
+            residual = np.zeros(self.layout.parameters, np.float32)
+        self.replica = Replica(self.manifest, self.layout, self.codec, state, position, residual=residual)
+        for entry in loaded.replay if loaded is not None else []:
+            commit = self.store.commit(entry.id)
+            if commit is None:
+                break
+            if commit.body.state != await self.replica.digest(self.transport):
+                raise StateError("the commit log does not fit the checkpoint; remove the state folder and join again")
+            chunks = await self.transport.offload(self.store.chunks, entry.id)
+            await self.transport.offload(self.replica.apply, commit.body, entry.id, chunks)
+        if residual is not None and self.head != GENESIS:
+            kept = await self.transport.offload(self.store.load_residual, self.head.id)
+            if kept is not None:
+                residual[:] = kept
+        if self.head != GENESIS:
+            self._events("resumed", round=self.head.round, outer_step=self.head.outer_step, height=self.head.height)
+        self._new_head()
+
+    def _fresh(self) -> GlobalState:
+        state = GlobalState.fresh(self.layout, self._theta0())
+        if state.digest().hex() != self.manifest.state.theta0:
+            raise StateError(
+                f"the initial parameters computed here have digest {state.digest().hex()[:16]}, the manifest says "
+                f"{self.manifest.state.theta0[:16]}: this machine or version builds another model"
+            )
+        return state
+
+    async def _begin_training(self) -> None:
+        assert self.island is not None
+        self.island.local[:] = self.replica.params
+        await self.island.resume(reload=True, spent=1.0, outer_step=self.head.outer_step)
+
+    # --- decisions -----------------------------------------------------------------------------------------------
+
+    async def _main(self) -> None:
+        self._set_state("training" if self.island is not None else "observing")
+        finished_at: float | None = None
+        while not self._stopping:
+            self._wake.clear()
+            if self._commits:
+                commit_id, commit = self._commits.popleft()
+                await self._follow(commit_id, commit)
+                continue
+            if self._must_catch_up():
+                await self._catch_up()
+                continue
+            if self.finished:
+                now = self.transport.now()
+                finished_at = finished_at or now
+                self._set_state("finished")
+                if self._everyone_knows() or now - finished_at > self._linger:
+                    return
+            elif self.island is not None:
+                if self._invitation is not None:
+                    invitation, self._invitation = self._invitation, None
+                    await self._take_part(invitation)
+                    continue
+                if self._leads() and self._ready_to_call():
+                    await self._coordinate()
+                    continue
+            try:
+                async with asyncio.timeout(self._silence / 20):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    def _everyone_knows(self) -> bool:
+        """Whether every peer that was heard lately has this head, or there is none."""
+        live = [p for p in self.directory.known if self.messenger.silent_for(p, float("-inf")) <= self._silence]
+        waited = self.transport.now() - self._base_since
+        return waited > self._silence / 2 and all(self._heads.get(peer) == self.head for peer in live)
+
+    def _new_head(self) -> None:
+        """The head has changed: what belonged to the old base is void."""
+        self._base_since = self.transport.now()
+        self._quorum_since = None
+        self._voids.clear()
+        self._last_round = self.head.round
+        self._limbo.clear()
+        self._invitation = None
+        self._better_since = None
+        self._commits = deque((i, c) for i, c in self._commits if c.body.parent == self.head.id)
+        digest = self.replica.start_digest(self.transport)
+        head = self.head
+        digest.add_done_callback(lambda task: self._log_digest(head, task))
+        if self._on_head is not None:
+            self._on_head(self.replica.position)
+        self.directory.publish_soon()
+        self._wake.set()
+
+    def _log_digest(self, head: Head, task: asyncio.Task[bytes]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._events(
+                "digest", round=head.round, outer_step=head.outer_step, commit=head.id.hex(), digest=task.result().hex()
+            )
+
+    # --- reporting -----------------------------------------------------------------------------------------------
+
+    def _ordered(self) -> list[PeerId]:
+        peers = [*self.directory.candidates(), self.transport.peer_id]
+        away = [peer for peer in peers if peer != self.transport.peer_id and self.messenger.failing(peer)]
+        return order(peers, run=self.manifest.run_id, base=self.head.id, voids=self._voids, unreachable=away)
+
+    def _ready(self, progress: Progress) -> bool:
+        return progress.steps >= self.manifest.round.inner_steps or (progress.tokens > 0 and progress.leased == 0)
+
+    def _own_report(self) -> Report:
+        assert self.island is not None
+        progress = self.island.progress()
+        ready = self._ready(progress)
+        left = max(self.manifest.round.inner_steps - progress.steps, 0)
+        eta = 0.0 if ready else left * progress.step_time
+        return Report(
+            self.head,
+            progress.steps,
+            progress.tokens,
+            progress.leased,
+            ready,
+            eta,
+            progress.step_time,
+            self._last_round,
+        )
+
+    async def _report(self) -> None:
+        """Tell the first candidates how far this peer is, every two seconds and whenever it matters."""
+        if self.island is None:
+            return
+        told: tuple[Head, bool] | None = None
+        told_at = float("-inf")
+        ready_since: float | None = None
+        while True:
+            report = self._own_report()
+            now = self.transport.now()
+            ready_since = (ready_since or now) if report.ready else None
+            every = min(REPORT_EVERY, self._silence / 2.5)
+            if (report.head, report.ready) != told or now - told_at >= every:
+                others = [peer for peer in self._ordered() if peer != self.transport.peer_id]
+                # Whoever has waited long tells everyone: views of the order may differ.
+                patient = self.finished or (ready_since is not None and now - ready_since > 2 * self._silence)
+                self.messenger.post_all(others if patient else others[:3], report)
+                told, told_at = (report.head, report.ready), now
+            await asyncio.sleep(self._silence / 25)
+
+    async def _watch_clock(self) -> None:
+        """When this process was held up (suspended, starved), silence proves nothing: reset, and ask for heads."""
+        step = self._silence / 5
+        while True:
+            before = self.transport.now()
+            await asyncio.sleep(step)
+            late = self.transport.now() - before - step
+            if late > self._silence / 2:
+                self._events("warning", message=f"this process was held up for {late:.1f} s; it asks for the head")
+                self.messenger.forgive()
+                self._base_since = self.transport.now()
+                if self.island is not None:
+                    self.messenger.post_all(self.directory.known, self._own_report())
+
+    def _live(self) -> dict[PeerId, Report]:
+        """Peers at this head whose reports are fresh; the own one included."""
+        live = {
+            peer: report for peer, (report, at) in self._reports.items()
+            if report.head == self.head and self.messenger.silent_for(peer, at) <= self._silence
+        }  # fmt: skip
+        if self.island is not None:
+            live[self.transport.peer_id] = self._own_report()
+        return live
+
+    def _leads(self) -> bool:
+        """Whether every candidate ahead of this peer is silent, or elsewhere, for long enough."""
+        now = self.transport.now()
+        for peer in self._ordered():
+            if peer == self.transport.peer_id:
+                return True
+            known = self.directory.known.get(peer)
+            since = max(self._base_since, known.since if known is not None else 0.0, self.messenger.epoch)
+            here = self._heads.get(peer) == self.head and self.messenger.silent_for(peer, since) <= self._silence
+            if here or (now - since <= self._silence and not self.messenger.failing(peer)):
+                # The order must exclude nobody: if who is ahead does not call in all that time, this peer does.
+                patience = 3 * self._silence + self._grace()
+                return self._quorum_since is not None and now - self._quorum_since > patience
+        return True
+
+    def _grace(self) -> float:
+        """Seconds for which a coordinator waits for the late: a share of what the inner steps take."""
+        times = sorted(report.step_time for report in self._live().values() if report.step_time > 0)
+        if not times:
+            return 0.0
+        return self.manifest.round.grace * self.manifest.round.inner_steps * times[len(times) // 2]
+
+    def _ready_to_call(self) -> bool:
+        """Quorum of the live is ready, and grace is over."""
+        rules, now = self.manifest.round, self.transport.now()
+        live = self._live()
+        if len(live) > 1:
+            self._alone_since = now
+        elif now - self._alone_since < 3 * self._silence:
+            return False
+        if len(live) < rules.quorum:
+            self._quorum_since = None
+            return False
+        trainers = [report for report in live.values() if report.leased or report.tokens]
+        ready = [report for report in trainers if report.ready]
+        if trainers and len(ready) < max(1, min(rules.quorum, len(trainers))):
+            self._quorum_since = None
+            return False
+        if self._quorum_since is None:
+            self._quorum_since = now
+        if not trainers:
+            # Nobody has samples yet: a commit of leases alone. Give those who are just starting a moment.
+            return now - self._quorum_since > self._silence / 5
+        left = self._quorum_since + self._grace() - now
+        late = [report for report in trainers if not report.ready and (report.eta or left) <= left]
+        return left <= 0 or not late
+
+    # --- receiving -----------------------------------------------------------------------------------------------
+
+    def _receive(self, peer: PeerId, message: Control) -> None:
+        self.directory.heard(peer)
+        match message:
+            case Report():
+                self._reports[peer] = (message, self.transport.now())
+                self._learn_head(peer, message.head)
+                if message.head == self.head:
+                    self._last_round = max(self._last_round, message.round)
+                self.messenger.post(peer, Heard(self.head, self._last_round))
+                self._wake.set()
+            case Heard():
+                self._learn_head(peer, message.head)
+                if message.head == self.head:
+                    self._last_round = max(self._last_round, message.round)
+            case Call():
+                self._called(peer, message)
+            case Enter() | Busy() | Refuse():
+                self._answered(peer, message)
+            case Release():
+                if self._awaited is not None and self._awaited.call == message.call and peer == self._engaged:
+                    self._resolve_seal(None)
+                if self._invitation is not None and self._invitation.call.call == message.call:
+                    self._invitation = None
+            case Sealed():
+                self._offer_seal(message)
+            case Ping() | Reassign() | Ballot() | Voided():
+                self._for_round(peer, message)
+            case Committed():
+                self._offer_commit(peer, message.commit)
+
+    def _learn_head(self, peer: PeerId, head: Head) -> None:
+        self._heads[peer] = head
+        if better(head, self.head):
+            self._wake.set()
+
+    def _called(self, peer: PeerId, call: Call) -> None:
+        if self.island is None or self._stopping:
+            return
+        if call.base != self.head or call.round <= self.head.round:
+            self._learn_head(peer, call.base)
+            self.messenger.post(peer, Refuse(call.call, self.head))
+            return
+        invitation = _Invitation(peer, call)
+        if self._awaited is not None and self._awaited.call == call.call:
+            return
+        if self._engaged is not None:
+            mine = self._engaged == self.transport.peer_id and self._calling is not None
+            if mine and self._earlier(peer, self.transport.peer_id):
+                # The other call is the rightful one: give up the own, and enter.
+                self._invitation = invitation
+                assert self._calling is not None
+                self._calling.busy[peer] = peer
+                self._calling.changed.set()
+            else:
+                self.messenger.post(peer, Busy(call.call, self._engaged))
+            return
+        if self._invitation is None or self._earlier(peer, self._invitation.coordinator):
+            self._invitation = invitation
+        self._wake.set()
+
+    def _earlier(self, a: PeerId, b: PeerId) -> bool:
+        """Whether candidate a stands before b for this base."""
+        run, base = self.manifest.run_id, self.head.id
+        return (self._voids.get(a, 0), rank(run, base, a)) < (self._voids.get(b, 0), rank(run, base, b))
+
+    def _answered(self, peer: PeerId, message: Enter | Busy | Refuse) -> None:
+        calling = self._calling
+        if calling is None or calling.nonce != message.call:
+            if isinstance(message, Enter):
+                self.messenger.post(peer, Release(message.call))
+            return
+        match message:
+            case Enter():
+                calling.enter(peer, message)
+            case Busy():
+                calling.busy[peer] = PeerId(message.coordinator)
+                calling.changed.set()
+            case Refuse():
+                self._learn_head(peer, message.head)
+                calling.answer(peer)
+
+    def _offer_seal(self, sealed: Sealed) -> None:
+        if self._awaited is None or self._engaged != sealed.seal.coordinator:
+            return
+        if sealed.seal.nonce == self._awaited.call:
+            self._resolve_seal(sealed)
+
+    def _resolve_seal(self, sealed: Sealed | None) -> None:
+        if self._sealed is not None and not self._sealed.done():
+            self._sealed.set_result(sealed)
+
+    def _for_round(self, peer: PeerId, message: RoundMessage) -> None:
+        if self._round is not None and self._round.roster_id == message.roster:
+            self._round.receive(peer, message)
+            return
+        if isinstance(message, Ballot):
+            for limbo in self._limbo:
+                if limbo.round.roster_id == message.roster:
+                    self._merge(message)
+                    return
+        if not isinstance(message, Ping):
+            self._early.append((peer, message))
+
+    def _offer_commit(self, peer: PeerId, commit: Commit) -> None:
+        """A commit arrived: this round's, the next one for this head, or a sign that this peer is behind."""
+        body = commit.body
+        if any(commit_id == self.head.id for commit_id in (hash_of(body),)) or body.height <= 0:
+            return
+        if body.parent != self.head.id and not better(Head(hash_of(body), body.height, body.weight, 0, 0), self.head):
+            return
+        try:
+            commit_id = verify_commit(commit, self.manifest, self.layout, self.signer)
+        except PeerMisbehaved as error:
+            self._refuse(peer, str(error))
+            return
+        head = Head(commit_id, body.height, body.weight, body.round, body.outer_step)
+        self._learn_head(peer, head)
+        if self._round is not None and hash_of(body.seal) == self._round.roster_id:
+            self._round.committed(commit)
+            return
+        if body.parent == self.head.id and all(commit_id != known for known, _ in self._commits):
+            self._commits.append((commit_id, commit))
+            if self._round is not None and not self._round.outcome.done():
+                self._round.outcome.set_exception(RoundVoid("another roster committed on the same base"))
+            self._resolve_seal(None)
+            self._wake.set()
+
+    async def _serve_reduce(self, stream: Stream) -> None:
+        """A member opened a reduce stream; its first frame carries the roster, news that may come before the seal."""
+        async with asyncio.timeout(2 * self._silence):
+            hello = decode(await stream.receive(HELLO_LIMIT), Hello, stream.peer)
+        roster_id = hash_of(hello.seal)
+        self._offer_seal(Sealed(hello.seal, hello.signature))
+        waited = self.transport.now() + self._silence
+        while (self._round is None or self._round.roster_id != roster_id) and self.transport.now() < waited:
+            await asyncio.sleep(self._silence / 100)
+        if self._round is not None and self._round.roster_id == roster_id and stream.peer in self._round.peers:
+            await self._round.serve(stream, hello)
+
+    # --- calling and entering ------------------------------------------------------------------------------------
+
+    async def _enter(self) -> tuple[Member, Snapshot]:
+        """Freeze, and say what this peer brings. Raises ResourceError when the island is gone."""
+        assert self.island is not None
+        snapshot = await self.island.freeze()
+        rules = self.manifest.round
+        weight = min(snapshot.tokens, rules.weight_cap)
+        if weight and not await self.transport.offload(self.replica.finite, self.island.local):
+            self._events("warning", message="the local parameters are not finite; they are dropped, with their tokens")
+            self.island.local[:] = self.replica.params
+            if self.replica.residual is not None:
+                self.replica.residual.fill(0)
+            await self.island.resume(reload=True, spent=1.0, outer_step=self.head.outer_step)
+            snapshot = await self.island.freeze()
+            weight = 0
+        target = rules.first_lease if not snapshot.units and not snapshot.leased else 2 * snapshot.units
+        target = min(max(target, rules.first_lease // 2), rules.max_lease)
+        member = Member(
+            peer=self.transport.peer_id, nonce=self._nonce, weight=weight, steps=snapshot.steps,
+            want=max(target - snapshot.leased, 0), upload=self._upload, download=self._download,
+            reachable=self.reachable,
+        )  # fmt: skip
+        return member, snapshot
+
+    async def _thaw(self) -> None:
+        assert self.island is not None
+        await self.island.resume(reload=False, spent=0.0, outer_step=self.head.outer_step)
+
+    def _seen(self) -> list[Ballot]:
+        return [ballot for limbo in self._limbo for ballot in limbo.round.ballots()][:8]
+
+    async def _coordinate(self) -> None:
+        """Call, collect, seal, and take part."""
+        rules, now = self.manifest.round, self.transport.now()
+        live = self._live()
+        live.pop(self.transport.peer_id, None)
+        chosen = sorted(live, key=lambda peer: -live[peer].tokens)[: rules.max_group - 1]
+        spare = [p for p in self.directory.candidates() if p not in live and not self.messenger.failing(p)]
+        calling = Calling(self.transport.random.randbytes(16), self._last_round + 1, self.head, set(chosen))
+        self._calling, self._engaged = calling, self.transport.peer_id
+        call = Call(calling.nonce, calling.round, 0, self.head)
+        called = [*chosen, *spare[: rules.max_group - 1 - len(chosen)]]
+        self.messenger.post_all(called, call)
+        own: tuple[Member, Snapshot] | None = None
+        try:
+            own = await self._enter()
+            # A step may take longer than T on a large island, and a peer answers a call after its step.
+            slowest = max((report.step_time for report in live.values()), default=0.0)
+            window = now + self._silence + 2 * slowest
+            while not calling.complete() and self.transport.now() < window and not self._stopping:
+                calling.changed.clear()
+                if any(self._earlier(other, self.transport.peer_id) for other in calling.busy.values()):
+                    break
+                for peer in calling.expected - calling.answered:
+                    if self.messenger.failing(peer):
+                        calling.answer(peer)
+                try:
+                    async with asyncio.timeout(self._silence / 10):
+                        await calling.changed.wait()
+                except TimeoutError:
+                    self.messenger.post_all(list(calling.busy), call)
+            self._calling = None
+            if any(self._earlier(other, self.transport.peer_id) for other in calling.busy.values()):
+                return
+            for ballot in [*self._seen(), *calling.seen]:
+                if self._merge(ballot):
+                    return
+            if len(calling.entered) + 1 < rules.quorum or self._commits or self._stopping:
+                self._voids[self.transport.peer_id] = self._voids.get(self.transport.peer_id, 0) + 1
+                return
+            codec_bytes = sum(self.codec.encoded_size(self.layout.size(i)) for i in range(self.layout.count))
+            seal = make_seal(
+                calling, own[0], coordinator=self.transport.peer_id, codec_bytes=codec_bytes,
+                manifest=self.manifest, layout=self.layout,
+            )  # fmt: skip
+            sealed = Sealed(seal, self.signer.sign(seal_bytes(hash_of(seal))))
+            inside = {PeerId(member.peer) for member in seal.members}
+            self.messenger.post_all(inside, sealed)
+            for peer in calling.entered:
+                if peer not in inside:
+                    self.messenger.post(peer, Release(calling.nonce))
+            calling.entered.clear()
+            snapshot = own[1]
+            own = None
+            await self._run_round(sealed, snapshot)
+        except ResourceError as error:
+            self._events("warning", message=f"the island did not freeze: {error}")
+        finally:
+            self._calling = None
+            self.messenger.post_all(calling.entered, Release(calling.nonce))
+            if own is not None:
+                await self._thaw()
+            self._engaged = None
+
+    async def _take_part(self, invitation: _Invitation) -> None:
+        """Enter another's call, wait for its seal, and take part."""
+        coordinator, call = invitation.coordinator, invitation.call
+        if call.base != self.head:
+            return
+        self._engaged, self._awaited = coordinator, call
+        self._sealed = asyncio.get_running_loop().create_future()
+        entered: tuple[Member, Snapshot] | None = None
+        try:
+            entered = await self._enter()
+            self.messenger.post(coordinator, Enter(call.call, entered[0], self._seen()))
+            sealed = await self._await_seal(coordinator)
+            if sealed is not None:
+                mine = next((m for m in sealed.seal.members if m.peer == self.transport.peer_id), None)
+                if mine != entered[0] or sealed.seal.base != self.head:
+                    self._refuse(coordinator, "it sealed a roster that does not say what this peer entered with")
+                else:
+                    snapshot, entered = entered[1], None
+                    await self._run_round(sealed, snapshot)
+        except ResourceError as error:
+            self._events("warning", message=f"the island did not freeze: {error}")
+            self.messenger.post(coordinator, Refuse(call.call, self.head))
+        finally:
+            self._sealed, self._awaited = None, None
+            if entered is not None:
+                await self._thaw()
+            self._engaged = None
+
+    async def _await_seal(self, coordinator: PeerId) -> Sealed | None:
+        """The seal; None when the coordinator gave up, fell silent, or takes too long."""
+        assert self._sealed is not None
+        entered = self.transport.now()
+        while not self._sealed.done():
+            waited = self.transport.now() - entered
+            if self.messenger.silent_for(coordinator, entered) > self._silence * 1.5 or waited > 4 * self._silence:
+                self._voids[coordinator] = self._voids.get(coordinator, 0) + 1
+                self._events("void", round=self._last_round + 1, roster="", reason="no seal came")
+                return None
+            await asyncio.wait([self._sealed], timeout=self._silence / 5)
+        sealed = self._sealed.result()
+        if sealed is None:
+            return None
+        seal = sealed.seal
+        try:
+            check_seal(seal, self.manifest, self.layout)
+        except PeerMisbehaved as error:
+            self._refuse(coordinator, str(error))
+            return None
+        if not self.signer.verify(coordinator, seal_bytes(hash_of(seal)), sealed.signature):
+            self._refuse(coordinator, "a seal whose signature does not verify")
+            return None
+        return sealed
+
+    # --- the round -----------------------------------------------------------------------------------------------
+
+    def _obsolete(self) -> bool:
+        return bool(self._commits) or any(better(head, self.head) for head in self._heads.values())
+
+    async def _run_round(self, sealed: Sealed, snapshot: Snapshot) -> None:
+        """From the seal to the commit, or back to training."""
+        assert self.island is not None
+        seal, roster_id = sealed.seal, hash_of(sealed.seal)
+        self._set_state("averaging")
+        self._last_round = max(self._last_round, seal.round)
+        self._events(
+            "seal", round=seal.round, roster=roster_id.hex(), members=[m.peer for m in seal.members],
+            coordinator=seal.coordinator, deadline=seal.deadline,
+            bound=seal.deadline + 3 * self._silence,
+        )  # fmt: skip
+        around = Surroundings(
+            self.transport, self.messenger, self.signer, self.manifest, self.layout, self.replica, self._events,
+            fetch=self.fetcher.fetch_chunk, everyone=lambda: list(self.directory.known), obsolete=self._obsolete,
+        )  # fmt: skip
+        current = Round(around, seal, sealed.signature, roster_id, self.island.local)
+        self._round = current
+        started = self.transport.now()
+        early, self._early = list(self._early), deque(maxlen=EARLY_LIMIT)
+        try:
+            for peer, message in early:
+                self._for_round(peer, message)
+            commit = await current.run()
+        except RoundVoid as void:
+            self._round = None
+            self._events("void", round=seal.round, roster=roster_id.hex(), reason=str(void))
+            coordinator = PeerId(seal.coordinator)
+            self._voids[coordinator] = self._voids.get(coordinator, 0) + 1
+            # A copy, for the others may commit it yet, and then exactly this Δ has been taken over.
+            theta = self.island.local.copy() if current.theta is not None else None
+            self._limbo = [*self._limbo[-1:], _Limbo(current, theta, snapshot)]
+            for older in self._limbo[:-1]:
+                older.theta = None
+            await self._thaw()
+            for ballot in current.ballots():
+                self._merge(ballot)
+        else:
+            await self._apply(
+                hash_of(commit.body), commit, current.averaged(commit), me=current.me, frozen=current.theta,
+                snapshot=snapshot, seconds=self.transport.now() - started,
+            )  # fmt: skip
+        finally:
+            self._round = None
+            if not self._stopping:
+                self._set_state("training")
+
+    def _merge(self, ballot: Ballot) -> bool:
+        """Votes for a void roster of this base; True when they complete a commit."""
+        body = ballot.body
+        if body.parent != self.head.id or hash_of(body.seal) != ballot.roster:
+            return False
+        limbo = next((item for item in self._limbo if item.round.roster_id == ballot.roster), None)
+        commit_id = hash_of(body)
+        votes = {
+            vote.member: vote for vote in ballot.votes
+            if check_vote(body, commit_id, vote.member, vote.signature, self.signer)
+        }  # fmt: skip
+        if limbo is not None and commit_id in limbo.round.proposals:
+            known = limbo.round.proposals[commit_id].votes
+            known.update((member, vote.signature) for member, vote in votes.items() if member not in known)
+            votes = {member: Vote(member, signature) for member, signature in known.items()}
+        if len(votes) < majority(len(body.seal.members)):
+            return False
+        commit = Commit(body, [votes[member] for member in sorted(votes)])
+        try:
+            verify_commit(commit, self.manifest, self.layout, self.signer)
+        except PeerMisbehaved:
+            return False
+        if all(commit_id != known_id for known_id, _ in self._commits):
+            self._commits.append((commit_id, commit))
+            self.messenger.post_all(self.directory.known, Committed(commit))
+        self._wake.set()
+        return True
+
+    # --- applying ------------------------------------------------------------------------------------------------
+
+    def chunk(self, digest: bytes) -> bytes | None:
+        """An averaged chunk by hash: of a round in progress, of a void one, or from the log."""
+        rounds = [self._round] if self._round is not None else []
+        for current in [*rounds, *(limbo.round for limbo in self._limbo)]:
+            if digest in current.held:
+                return current.held[digest]
+        return self.store.chunk(digest)
+
+    async def _apply(
+        self, commit_id: bytes, commit: Commit, chunks: list[bytes], *, me: int | None, frozen: Floats | None,
+        snapshot: Snapshot | None, seconds: float, lost: bool = False,
+    ) -> None:  # fmt: skip
+        """Log a commit, apply it whole, and go on training. The island is frozen."""
+        body, island = commit.body, self.island
+        if self._checkpointing is not None:
+            await self._checkpointing
+            self._checkpointing = None
+        digest = await self.replica.digest(self.transport)
+        if digest != body.state:
+            raise StateError(
+                f"round {body.round}: the swarm attests state {body.state.hex()[:16]} before it, this peer has "
+                f"{digest.hex()[:16]}"
+            )
+        try:
+            await self.transport.offload(self.store.append, commit, chunks)
+        except DiskFull as error:
+            self._events("warning", message=f"the commit was not logged: {error}")
+        local = island.local if island is not None and not lost else None
+        share = await self.transport.offload(
+            self.replica.apply, body, commit_id, chunks, me=me, frozen=frozen, local=local
+        )
+        names = [member.peer for member in body.seal.members]
+        if island is not None:
+            spent = share
+            if lost:
+                island.local[:] = self.replica.params
+                if self.replica.residual is not None:
+                    self.replica.residual.fill(0)
+                spent = 1.0
+            elif snapshot is not None and snapshot.tokens and frozen is not island.local:
+                now_tokens = island.progress().tokens
+                spent = min(share * snapshot.tokens / now_tokens, 1.0) if now_tokens else 1.0
+            if me is not None:
+                self.contributed += int(body.seal.members[me].weight * share)
+                island.lease([lease.span for lease in body.leases if lease.member == me])
+            await island.resume(reload=bool(chunks), spent=spent, outer_step=body.outer_step)
+        self._log_commit(commit_id, commit, names, seconds)
+        self._new_head()
+        if self.head.height % self.manifest.state.checkpoint_every == 0 or self.finished:
+            self._checkpointing = asyncio.get_running_loop().create_task(self._checkpoint())
+
+    def _log_commit(self, commit_id: bytes, commit: Commit, names: list[str], seconds: float) -> None:
+        body = commit.body
+        shares = contributed(body.seal, body.chunks, self.layout)
+        self._events(
+            "commit", round=body.round, outer_step=body.outer_step, height=body.height, id=commit_id.hex(),
+            parent=body.parent.hex(), members=names, contributors=dict(zip(names, shares, strict=True)),
+            tokens=body.tokens, weight=body.weight, seconds=seconds, lone=len(names) == 1,
+            votes=len(commit.votes), cursor=body.cursor,
+        )  # fmt: skip
+
+    async def _checkpoint(self) -> None:
+        try:
+            await self.replica.digest(self.transport)
+            await self.transport.offload(self.store.save_checkpoint, self.replica.position, self.replica.state)
+        except (ResourceError, StateError) as error:
+            self._events("warning", message=f"no checkpoint was written: {error}")
+
+    async def _follow(self, commit_id: bytes, commit: Commit) -> None:
+        """Apply a commit on this head that this peer had no live part in: another roster's, or a void one's."""
+        body = commit.body
+        try:
+            check_child(body, self.replica.position, self.manifest, self.layout)
+        except PeerMisbehaved as error:
+            self._refuse(PeerId(body.seal.coordinator), str(error))
+            return
+        donors = [PeerId(member.peer) for member in body.seal.members if member.peer != self.transport.peer_id]
+        started = self.transport.now()
+        chunks = []
+        for entry in body.chunks:
+            data = self.chunk(entry.hash)
+            try:
+                chunks.append(data if data is not None else await self.fetcher.fetch_chunk(entry.hash, donors))
+            except TransportError as error:
+                # Whoever has the head has its chunks; the way to it is then the ordinary catching up.
+                self._events("warning", message=f"round {body.round}: a chunk of the commit is not to be had: {error}")
+                return
+        me = next(
+            (i for i, m in enumerate(body.seal.members) if (m.peer, m.nonce) == (self.transport.peer_id, self._nonce)),
+            None,
+        )
+        roster = hash_of(body.seal)
+        limbo = next((item for item in self._limbo if item.round.roster_id == roster), None)
+        frozen = limbo.theta if limbo is not None else None
+        averaged = me is not None and body.seal.members[me].weight > 0 and bool(body.chunks)
+        if self.island is not None:
+            try:
+                await self.island.freeze()
+            except ResourceError as error:
+                self._events("warning", message=f"the island did not freeze: {error}")
+        lost = averaged and frozen is None
+        if lost:
+            self._events("warning", message="progress since a void round that was committed after all is dropped")
+        await self._apply(
+            commit_id, commit, chunks, me=me, frozen=None if lost else frozen,
+            snapshot=limbo.snapshot if limbo is not None else None,
+            seconds=self.transport.now() - started, lost=lost,
+        )  # fmt: skip
+
+    # --- catching up ---------------------------------------------------------------------------------------------
+
+    def _must_catch_up(self) -> bool:
+        """Whether a better head has been known for so long that its commit will not come by itself any more."""
+        if not any(better(head, self.head) for head in self._heads.values()):
+            self._better_since = None
+            return False
+        now = self.transport.now()
+        self._better_since = self._better_since or now
+        return now - self._better_since > self._silence / 5
+
+    async def _catch_up(self) -> None:
+        """Fetch what lies between this head and the best known one, and go over to it."""
+        raise NotImplementedError

@@ -1,0 +1,317 @@
+"""Butterfly reduction of one fragment: each part is averaged by one member, over one duplex stream a pair.
+
+Frames of a reduce stream, after the opener's :class:`Hello` and the reducer's :class:`Welcome`: kind u8, then
+ 0 nothing: a sign of life while there is nothing to send
+ 1 index u32, payload: the opener's contribution to a chunk, encoded in the run's codec
+ 2 index u32, averaged chunk: the reducer's answer (see :mod:`.averaged`)
+ 3 count u32, BLAKE3 over what was sent in this direction since the stream began: the explicit end
+Chunks come in order, each once. Reading never waits for writing: every direction has its own task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+
+from .averaged import check, pack, size_limit
+from .codecs import Codec
+from .commits import bitmap
+from .errors import PeerMisbehaved, StreamClosed
+from .layout import ChunkLayout
+from .messages import Digest, Member, Natural, Part, Seal, Signature, decode, encode
+from .transport import Stream, Transport
+
+PROTOCOL = "reduce/1"
+WINDOW = 8
+"""Chunks that a reducer works on at once; it reads nothing beyond them, so its memory is bounded."""
+HELLO_LIMIT = 256 * 1024
+ALIVE, CONTRIBUTION, AVERAGE, END = 0, 1, 2, 3
+_CHUNK = struct.Struct(">BI")
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True):
+    """First frame of a reduce stream, from the member to the reducer. It carries the roster, so that a reducer
+    whom the coordinator's own message has not reached yet can begin."""
+
+    seal: Seal
+    signature: Signature
+    first: Natural
+    count: Natural
+    have: Natural
+    """Index of the first averaged chunk that the member still wants."""
+
+
+class Welcome(msgspec.Struct, array_like=True, frozen=True):
+    """The reducer's answer."""
+
+    roster: Digest
+    next: Natural
+    """Index of the first chunk whose contribution the reducer still takes from this member."""
+
+
+async def both(first: Coroutine[Any, Any, None], second: Coroutine[Any, Any, None]) -> None:
+    """Run two directions of a stream; the first failure ends the other and is raised as it is."""
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(first), loop.create_task(second)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Reducer:
+    """Averages one part. Contributions are added as whole, valid chunks only; whoever holds the window up for
+    ``silence`` seconds, or misses the cut-off, is left out from there on.
+
+    sink: called with each averaged chunk (index, bytes).
+    refused: called with (member, reason) when a contribution is left out or invalid.
+    floor: ``Transport.now()`` before which silence proves nothing (the process itself was held up then).
+    """
+
+    def __init__(
+        self, transport: Transport, layout: ChunkLayout, codec: Codec, members: Sequence[Member], me: int, part: Part,
+        *, silence: float, cutoff: float, sink: Callable[[int, bytes], None],
+        refused: Callable[[int, str], None], floor: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._transport = transport
+        self._layout = layout
+        self._codec = codec
+        self._members = list(members)
+        self._me = me
+        self.part = part
+        self._silence = silence
+        self._cutoff = cutoff
+        self._sink = sink
+        self._refused = refused
+        self._floor = floor
+        self._low = part.first
+        self._end = part.first + part.count
+        self._sums: dict[int, np.ndarray[Any, np.dtype[np.float32]]] = {}
+        self._inside: dict[int, list[int]] = {}
+        self._locks: dict[int, asyncio.Lock] = {}
+        self._next = {i: part.first for i, member in enumerate(members) if member.weight and i != me}
+        self._delivered = dict.fromkeys(self._next, float("-inf"))
+        self._out: set[int] = set()
+        self._averages: dict[int, bytes] = {}
+        self._connected: dict[int, Stream] = {}
+        self._changed = asyncio.Event()
+
+    def _pulse(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _wait(self, seconds: float) -> None:
+        """Until something changes, at most ``seconds``."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    def _leave_out(self, member: int, reason: str) -> None:
+        if member not in self._out:
+            self._out.add(member)
+            self._refused(member, reason)
+            self._pulse()
+
+    async def _add(self, member: int, index: int, payload: bytes | memoryview) -> None:
+        lock = self._locks.setdefault(index, asyncio.Lock())
+        async with lock:
+            if member in self._out or index < self._low:
+                raise PeerMisbehaved(f"chunk {index} came after it was averaged without it")
+            into = self._sums.get(index)
+            if into is None:
+                into = self._sums[index] = np.zeros(self._layout.size(index), np.float32)
+            weight = float(self._members[member].weight)
+            await self._transport.offload(self._codec.accumulate, payload, weight, into)
+            self._inside.setdefault(index, []).append(member)
+
+    async def run(self, own: Callable[[int], bytes] | None) -> None:
+        """Average chunk after chunk. ``own(index)``: this member's own contribution, encoded as it would be sent;
+        it passes through the codec like everyone's."""
+        for index in range(self._low, self._end):
+            if own is not None:
+                await self._add(self._me, index, await self._transport.offload(own, index))
+            since = self._transport.now()
+            while missing := [m for m, upto in self._next.items() if upto <= index and m not in self._out]:
+                now = self._transport.now()
+                for member in missing:
+                    waited = now - max(since, self._delivered[member], self._floor())
+                    if waited > self._silence:
+                        self._leave_out(member, f"no chunk {index} in {self._silence:.1f} s")
+                    elif now > self._cutoff:
+                        self._leave_out(member, f"no chunk {index} before the round's cut-off")
+                if all(member in self._out for member in missing):
+                    break
+                await self._wait(self._silence / 4)
+            await self._finish(index)
+
+    async def _finish(self, index: int) -> None:
+        async with self._locks.setdefault(index, asyncio.Lock()):
+            inside = sorted(self._inside.get(index, []))
+            weight = sum(self._members[m].weight for m in inside)
+            payload = b""
+            total = self._sums.pop(index, None)
+            if weight and total is not None:
+                payload = await self._transport.offload(self._encode_mean, total, weight)
+            average = pack(index, bitmap(inside, len(self._members)), weight, payload)
+            self._inside.pop(index, None)
+            self._low = index + 1
+        self._locks.pop(index, None)
+        self._averages[index] = average
+        self._sink(index, average)
+        self._pulse()
+
+    def _encode_mean(self, total: np.ndarray[Any, np.dtype[np.float32]], weight: int) -> bytes:
+        total /= np.float32(weight)
+        return bytes(self._codec.encode(total))
+
+    # --- one member's stream -------------------------------------------------------------------------------------
+
+    async def accept(self, member: int, stream: Stream, hello: Hello, roster_id: bytes) -> None:
+        """Serve one member's stream to its end. Raises TransportError when it breaks or the member misbehaves."""
+        if (hello.first, hello.count) != (self.part.first, self.part.count):
+            raise PeerMisbehaved(f"part {hello.first}+{hello.count} is not mine", stream.peer)
+        if not self.part.first <= hello.have <= self._end:
+            raise PeerMisbehaved(f"chunk {hello.have} is outside the part", stream.peer)
+        other = self._connected.get(member)
+        if other is not None and self._transport.now() - other.last_heard < self._silence / 2:
+            raise PeerMisbehaved("two streams for one part", stream.peer)
+        if other is not None:
+            await other.close()
+        self._connected[member] = stream
+        try:
+            await stream.send(encode(Welcome(roster_id, self._next.get(member, self._end))))
+            await both(self._read(member, stream), self._write(stream, hello.have))
+        except PeerMisbehaved as error:
+            self._leave_out(member, str(error))
+            raise
+        finally:
+            if self._connected.get(member) is stream:
+                del self._connected[member]
+
+    async def _read(self, member: int, stream: Stream) -> None:
+        limit = _CHUNK.size + self._codec.encoded_size(self._layout.chunk) + 64
+        count, running = 0, blake3()
+        while True:
+            frame = await stream.receive(limit)
+            if frame[:1] == bytes([ALIVE]):
+                continue
+            kind, index = _unpack(frame, stream)
+            if kind == END:
+                if index != count or frame[_CHUNK.size :] != running.digest():
+                    raise PeerMisbehaved("an end that does not fit what was sent", stream.peer)
+                upto = self._next.get(member, self._end)
+                if upto < self._end and member not in self._out:
+                    raise PeerMisbehaved(f"the end after chunk {upto - 1} of a part up to {self._end - 1}", stream.peer)
+                return
+            if kind != CONTRIBUTION or member not in self._next:
+                raise PeerMisbehaved(f"frame of kind {kind} from a member that owes none", stream.peer)
+            if index != self._next[member] or index >= self._end:
+                raise PeerMisbehaved(f"chunk {index} where {self._next[member]} was due", stream.peer)
+            running.update(frame)
+            count += 1
+            while index >= self._low + WINDOW and member not in self._out:
+                await self._wait(self._silence)
+            if member in self._out:
+                # It may keep receiving; what it still sends is read and dropped, so that its stream never jams.
+                await _drain(stream, limit)
+                return
+            try:
+                await self._add(member, index, memoryview(frame)[_CHUNK.size :])
+            except PeerMisbehaved as error:
+                if member in self._out:
+                    await _drain(stream, limit)
+                    return
+                raise PeerMisbehaved(str(error), stream.peer) from None
+            self._next[member] = index + 1
+            self._delivered[member] = self._transport.now()
+            self._pulse()
+
+    async def _write(self, stream: Stream, have: int) -> None:
+        running = blake3()
+        for index in range(have, self._end):
+            while index not in self._averages:
+                await self._wait(self._silence / 3)
+                if index not in self._averages:
+                    await stream.send(bytes([ALIVE]))
+            frame = _CHUNK.pack(AVERAGE, index) + self._averages[index]
+            running.update(frame)
+            await stream.send(frame)
+        await stream.send(_CHUNK.pack(END, self._end - have) + running.digest())
+
+
+async def exchange(
+    stream: Stream, hello: Hello, roster_id: bytes, *, transport: Transport, layout: ChunkLayout, codec: Codec,
+    members: list[Member], silence: float, own: Callable[[int], bytes] | None, sink: Callable[[int, bytes], None],
+) -> None:  # fmt: skip
+    """The member's side of one reduce stream: send the own chunks of a part, receive its averages.
+
+    own: encodes the contribution to a chunk; None when this member only receives.
+    sink: called with each averaged chunk once it is valid. Raises TransportError when the stream breaks.
+    """
+    end = hello.first + hello.count
+    await stream.send(encode(hello))
+    async with asyncio.timeout(3 * silence):
+        welcome = decode(await stream.receive(1024), Welcome, stream.peer)
+    if welcome.roster != roster_id or welcome.next > end:
+        raise PeerMisbehaved("a welcome to another roster", stream.peer)
+
+    async def write() -> None:
+        count, running = 0, blake3()
+        for index in range(max(welcome.next, hello.first), end if own is not None else 0):
+            assert own is not None
+            frame = _CHUNK.pack(CONTRIBUTION, index) + await transport.offload(own, index)
+            running.update(frame)
+            count += 1
+            await stream.send(frame)
+        await stream.send(_CHUNK.pack(END, count) + running.digest())
+
+    async def read() -> None:
+        limit = _CHUNK.size + size_limit(codec, layout.chunk, len(members))
+        due, count, running = hello.have, 0, blake3()
+        while True:
+            frame = await stream.receive(limit)
+            if frame[:1] == bytes([ALIVE]):
+                continue
+            kind, index = _unpack(frame, stream)
+            if kind == END:
+                if (index, due) != (count, end) or frame[_CHUNK.size :] != running.digest():
+                    raise PeerMisbehaved("an end that does not fit what was sent", stream.peer)
+                return
+            if kind != AVERAGE or index != due or due >= end:
+                raise PeerMisbehaved(f"frame of kind {kind}, chunk {index} where {due} was due", stream.peer)
+            running.update(frame)
+            data = frame[_CHUNK.size :]
+            scratch = np.empty(layout.size(index), np.float32)
+            await transport.offload(check, data, index, members, codec, scratch)
+            sink(index, data)
+            count += 1
+            due += 1
+
+    await both(read(), write())
+
+
+def _unpack(frame: bytes, stream: Stream) -> tuple[int, int]:
+    if len(frame) < _CHUNK.size:
+        raise PeerMisbehaved(f"a reduce frame of {len(frame)} bytes", stream.peer)
+    kind, index = _CHUNK.unpack_from(frame)
+    return kind, index
+
+
+async def _drain(stream: Stream, limit: int) -> None:
+    try:
+        while True:
+            frame = await stream.receive(limit)
+            if len(frame) >= _CHUNK.size and frame[0] == END:
+                return
+    except StreamClosed:
+        return

@@ -1,0 +1,481 @@
+"""One round after its seal: reduce, sign, until a commit or a void roster (design: "One round", 3 and 4)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .averaged import check, hash_chunk, unpack
+from .candidates import rank
+from .commits import check_body, check_child, check_vote, majority, make_body
+from .control import Ballot, Committed, Control, Ping, Reassign, Voided
+from .errors import PeerMisbehaved, RoundVoid, TransportError
+from .identity import Signer
+from .layout import ChunkLayout
+from .manifest import Manifest
+from .messages import Body, ChunkEntry, Commit, Part, Seal, Vote, hash_of, vote_bytes
+from .messenger import Messenger
+from .reduce import PROTOCOL as REDUCE
+from .reduce import Hello, Reducer, exchange
+from .replica import Replica
+from .transport import PeerId, Stream, Transport
+
+CHUNK_RETRY = 0.2
+"""Share of T between two attempts to reach a reducer or a donor."""
+
+
+class Events(Protocol):
+    """Where the protocol reports what happens: ``events(name, **fields)``."""
+
+    def __call__(self, event: str, /, **fields: Any) -> None: ...
+
+
+@dataclass
+class Surroundings:
+    """What a round needs of its peer."""
+
+    transport: Transport
+    messenger: Messenger
+    signer: Signer
+    manifest: Manifest
+    layout: ChunkLayout
+    replica: Replica
+    events: Events
+    fetch: Callable[[bytes, list[PeerId]], Awaitable[bytes]]
+    """Get an averaged chunk by hash from one of several peers. Raises TransportError."""
+    everyone: Callable[[], Iterable[PeerId]]
+    obsolete: Callable[[], bool]
+    """Whether a better head than the round's base is known: then nothing is signed."""
+
+
+@dataclass
+class Proposal:
+    """A body for this roster, with the votes seen for it."""
+
+    body: Body
+    votes: dict[int, bytes] = field(default_factory=dict)
+
+
+def transfer_seconds(codec_bytes: int, members: int, slowest: float) -> float:
+    """Ideal seconds of a butterfly over n members: 2(n−1)/n of the encoded fragment through the slowest link.
+
+    slowest: bytes per second; 0 when nothing was measured yet, then 1 MB/s is assumed.
+    """
+    return 2 * (members - 1) / max(members, 1) * codec_bytes / (slowest or 1e6)
+
+
+def deadline_seconds(silence: float, codec_bytes: int, members: int, slowest: float) -> float:
+    """D of the design. T for a reducer that never answers, T for its replacement, 2T to sign, and twice the ideal
+    transfer for each of the two attempts at the reduction."""
+    return 4 * silence + 4 * transfer_seconds(codec_bytes, members, slowest)
+
+
+class Round:
+    """A sealed roster on its way to a commit. ``run`` ends with the commit, or raises :class:`RoundVoid`.
+
+    theta: this peer's frozen local parameters (float32, all of them); None when its weight is 0.
+    """
+
+    def __init__(
+        self, around: Surroundings, seal: Seal, signature: bytes, roster_id: bytes, theta: NDArray[np.float32] | None
+    ) -> None:
+        self.around = around
+        self.seal = seal
+        self.signature = signature
+        self.roster_id = roster_id
+        self.peers = [PeerId(member.peer) for member in seal.members]
+        self.me = self.peers.index(around.transport.peer_id)
+        self.theta = theta if seal.members[self.me].weight else None
+        self.silence = around.manifest.round.silence
+        self.started = around.transport.now()
+        self.ends = self.started + seal.deadline
+        self.outcome: asyncio.Future[Commit] = asyncio.get_running_loop().create_future()
+        self.proposals: dict[bytes, Proposal] = {}
+        self.signed: bytes | None = None
+        self.held: dict[bytes, bytes] = {}
+        """Averaged chunks by hash; two reducers may have averaged the same chunk."""
+        self.chunks: list[bytes | None] = [None] * sum(part.count for part in seal.parts)
+        """Hash of the version of each chunk that this peer would propose."""
+        self._generation = 0
+        self._serving: dict[tuple[int, int], Reducer] = {}
+        self._work: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._reducer_of: dict[tuple[int, int], int] = {}
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._gone: set[int] = set()
+        self._checking: set[bytes] = set()
+        self._changed = asyncio.Event()
+
+    # --- the whole -----------------------------------------------------------------------------------------------
+
+    async def run(self) -> Commit:
+        """Reduce and sign. Raises :class:`RoundVoid`; all tasks have ended when it returns."""
+        try:
+            for part in self.seal.parts:
+                self._take(part)
+            self._spawn(self._ping())
+            self._spawn(self._lead())
+            async with asyncio.timeout(max(self.ends - self.around.transport.now(), 0)):
+                commit = await self.outcome
+            await self._complete(commit)
+            return commit
+        except TimeoutError:
+            reason = f"no commit within {self.seal.deadline:.1f} s"
+            if self.outcome.done() and not self.outcome.cancelled():
+                reason = "the commit's chunks did not arrive in time"
+            self._say_void(reason)
+            raise RoundVoid(reason) from None
+        except RoundVoid as void:
+            self._say_void(str(void))
+            raise
+        finally:
+            await self._end()
+
+    def _say_void(self, reason: str) -> None:
+        self.around.messenger.post_all(self.peers, Voided(self.roster_id, reason[:200]))
+
+    async def _end(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if not self.outcome.done():
+            self.outcome.cancel()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._reaped)
+        return task
+
+    def _reaped(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None and not self.outcome.done():
+            self.outcome.set_exception(error)
+
+    def _pulse(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _wait(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            pass
+
+    async def _ping(self) -> None:
+        while True:
+            self.around.messenger.post_all(self.peers, Ping(self.roster_id))
+            await asyncio.sleep(self.silence / 3)
+
+    # --- reduce --------------------------------------------------------------------------------------------------
+
+    def _own(self) -> Callable[[int], bytes] | None:
+        theta, replica = self.theta, self.around.replica
+        if theta is None:
+            return None
+        return lambda index: replica.encode(index, theta)
+
+    def _take(self, part: Part) -> None:
+        """Begin to work on a part, as its reducer or as one of its contributors."""
+        key = (part.first, part.count)
+        self._reducer_of[key] = part.reducer
+        if part.reducer == self.me:
+            around, cutoff = self.around, self.ends - 2 * self.silence
+            reducer = Reducer(
+                around.transport, around.layout, around.replica.codec, self.seal.members, self.me, part,
+                silence=self.silence, cutoff=cutoff, sink=self._hold, refused=self._refused,
+                floor=lambda: max(self.started, around.messenger.epoch),
+            )  # fmt: skip
+            self._serving[key] = reducer
+            self._work[key] = self._spawn(reducer.run(self._own()))
+        else:
+            self._work[key] = self._spawn(self._exchange(part))
+        self._pulse()
+
+    def _refused(self, member: int, reason: str) -> None:
+        self.around.events("refused", peer=self.peers[member], reason=reason, round=self.seal.round)
+
+    def _hold(self, index: int, data: bytes) -> None:
+        digest = hash_chunk(data)
+        self.held[digest] = data
+        if self.chunks[index] is None:
+            self.chunks[index] = digest
+        self._pulse()
+
+    async def _exchange(self, part: Part) -> None:
+        """Contribute to another's part until all its averages are here; reconnects as long as the round lasts."""
+        around, reducer = self.around, self.peers[part.reducer]
+        end = part.first + part.count
+        received = part.first
+
+        def sink(index: int, data: bytes) -> None:
+            nonlocal received
+            received = index + 1
+            self._hold(index, data)
+
+        while True:
+            stream: Stream | None = None
+            try:
+                stream = await around.transport.open(reducer, REDUCE, timeout=self.silence)
+                around.messenger.watch(stream)
+                hello = Hello(self.seal, self.signature, part.first, part.count, received)
+                await exchange(
+                    stream, hello, self.roster_id, transport=around.transport, layout=around.layout,
+                    codec=around.replica.codec, members=self.seal.members, silence=self.silence,
+                    own=self._own(), sink=sink,
+                )  # fmt: skip
+                return
+            except PeerMisbehaved as error:
+                self._refused(part.reducer, str(error))
+                return
+            except (TransportError, TimeoutError):
+                # What was received may be all that this peer wants, even if the end never came.
+                if received == end and self.theta is None:
+                    return
+            finally:
+                if stream is not None:
+                    around.messenger.unwatch(stream)
+                    await stream.close()
+            await asyncio.sleep(self.silence * CHUNK_RETRY)
+
+    async def serve(self, stream: Stream, hello: Hello) -> None:
+        """A member opened a reduce stream to this peer. Raises TransportError."""
+        member = self.peers.index(stream.peer)
+        key = (hello.first, hello.count)
+        waited = self.around.transport.now() + self.silence
+        # The part may be one that has just been reassigned to this peer, and the news is still under way.
+        while key not in self._serving and self.around.transport.now() < waited:
+            await self._wait(self.silence / 4)
+        reducer = self._serving.get(key)
+        if reducer is None:
+            raise PeerMisbehaved(f"part {hello.first}+{hello.count} is not this peer's", stream.peer)
+        self.around.messenger.watch(stream)
+        try:
+            await reducer.accept(member, stream, hello, self.roster_id)
+        finally:
+            self.around.messenger.unwatch(stream)
+
+    # --- messages ------------------------------------------------------------------------------------------------
+
+    def receive(self, peer: PeerId, message: Control) -> None:
+        """A message of this roster from one of its members."""
+        if peer not in self.peers:
+            return
+        if isinstance(message, Reassign):
+            self._reassigned(message)
+        elif isinstance(message, Ballot):
+            self.learn(message)
+        elif isinstance(message, Voided):
+            self._gone.add(self.peers.index(peer))
+        self._pulse()
+
+    def learn(self, ballot: Ballot) -> None:
+        """A body for this roster, and votes for it. Raises :class:`PeerMisbehaved` when it is unsound."""
+        commit_id = hash_of(ballot.body)
+        proposal = self.proposals.get(commit_id)
+        if proposal is None:
+            check_body(ballot.body, self.around.manifest, self.around.layout)
+            if hash_of(ballot.body.seal) != self.roster_id:
+                raise PeerMisbehaved("a ballot with another roster's body")
+            proposal = self.proposals[commit_id] = Proposal(ballot.body)
+            self._spawn(self._consider(commit_id, proposal))
+        for vote in ballot.votes:
+            if vote.member not in proposal.votes and check_vote(
+                ballot.body, commit_id, vote.member, vote.signature, self.around.signer
+            ):
+                proposal.votes[vote.member] = vote.signature
+        self._count(proposal)
+
+    def _count(self, proposal: Proposal) -> None:
+        if len(proposal.votes) < majority(len(self.peers)) or self.outcome.done():
+            return
+        votes = [Vote(member, proposal.votes[member]) for member in sorted(proposal.votes)]
+        self.committed(Commit(proposal.body, votes))
+
+    def committed(self, commit: Commit) -> None:
+        """A verified commit of this roster: completed here, or sent by a peer. It is passed on once."""
+        if not self.outcome.done():
+            self.outcome.set_result(commit)
+            self.around.messenger.post_all(self.around.everyone(), Committed(commit))
+
+    # --- lead ----------------------------------------------------------------------------------------------------
+
+    def _alive(self, member: int) -> bool:
+        if member == self.me:
+            return True
+        return member not in self._gone and (
+            self.around.messenger.silent_for(self.peers[member], self.started) <= self.silence
+        )
+
+    def leader(self) -> int:
+        """The member that leads now: the coordinator, or the next in order that is not silent."""
+        run, base = self.seal.run, self.seal.base.id
+        coordinator = self.peers.index(PeerId(self.seal.coordinator))
+        rest = sorted(
+            (m for m in range(len(self.peers)) if m != coordinator), key=lambda m: rank(run, base, self.peers[m])
+        )
+        return next(member for member in [coordinator, *rest] if self._alive(member))
+
+    async def _lead(self) -> None:
+        """Lead while it is this member's turn: replace silent reducers, then propose; end what cannot be won."""
+        proposed_at = float("-inf")
+        while not self.outcome.done():
+            self._give_up_if_hopeless()
+            if self.leader() == self.me:
+                now = self.around.transport.now()
+                if None in self.chunks:
+                    self._replace_silent()
+                elif now - proposed_at > self.silence / 2:
+                    proposed_at = now
+                    await self._propose()
+            await self._wait(self.silence / 5)
+
+    def _give_up_if_hopeless(self) -> None:
+        """End early when no body can win any more (silence, split signatures, members that gave up)."""
+        if self.outcome.done():
+            return
+        count, needed = len(self.peers), majority(len(self.peers))
+        floor = self.started
+        lost = {
+            member for member in range(count)
+            if member in self._gone
+            or (member != self.me and self.around.messenger.silent_for(self.peers[member], floor) > 2 * self.silence)
+        }  # fmt: skip
+        voted = {member for proposal in self.proposals.values() for member in proposal.votes}
+        free = count - len(voted | lost)
+        best = max((len(proposal.votes) for proposal in self.proposals.values()), default=0)
+        if best + free < needed:
+            self.outcome.set_exception(RoundVoid(f"{len(lost)} of {count} members are gone, {needed} are needed"))
+
+    def _replace_silent(self) -> None:
+        """Give the missing chunks of silent reducers to live members; contributors encode again from x."""
+        missing = [index for index, digest in enumerate(self.chunks) if digest is None]
+        parts = list(self._parts())
+        orphaned = [
+            index for index in missing
+            if not any(self._alive(p.reducer) for p in parts if p.first <= index < p.first + p.count)
+        ]  # fmt: skip
+        if not orphaned:
+            return
+        members = self.seal.members
+        able = [m for m in range(len(members)) if self._alive(m) and (members[m].reachable or m == self.me)]
+        runs: list[list[int]] = []
+        for index in orphaned:
+            if runs and runs[-1][-1] == index - 1:
+                runs[-1].append(index)
+            else:
+                runs.append([index])
+        # Oneself first: the leader is the one of whom everybody knows that it is alive.
+        able.sort(key=lambda member: member != self.me)
+        given = [Part(able[i % len(able)], run[0], len(run)) for i, run in enumerate(runs)]
+        message = Reassign(self.roster_id, self._generation + 1, given)
+        told = [[self.peers[part.reducer], part.first, part.count] for part in given]
+        self.around.events("reassign", round=self.seal.round, parts=told)
+        self.around.messenger.post_all(self.peers, message)
+        self._reassigned(message)
+
+    def _parts(self) -> Iterable[Part]:
+        for first, count in self._work:
+            yield Part(self._reducer_of[(first, count)], first, count)
+
+    def _reassigned(self, message: Reassign) -> None:
+        if message.generation <= self._generation:
+            return
+        total = len(self.chunks)
+        if any(p.reducer >= len(self.peers) or p.count == 0 or p.first + p.count > total for p in message.parts):
+            raise PeerMisbehaved("a reassignment outside the fragment")
+        self._generation = message.generation
+        for part in message.parts:
+            for old in [k for k in self._work if k[0] < part.first + part.count and part.first < k[0] + k[1]]:
+                # Its reducer is silent to the leader; what it still sends would only make a second version.
+                whole = all(i in range(part.first, part.first + part.count) for i in range(old[0], old[0] + old[1]))
+                if whole:
+                    self._work.pop(old).cancel()
+                    self._serving.pop(old, None)
+            self._take(part)
+
+    async def _propose(self) -> None:
+        """Propose the body: one seen already if there is any, else the one that follows from the chunks held."""
+        around = self.around
+        if self.proposals:
+            proposal = max(self.proposals.values(), key=lambda p: (len(p.votes), hash_of(p.body)))
+        else:
+            entries = []
+            for digest in self.chunks:
+                assert digest is not None
+                entries.append(ChunkEntry(digest, unpack(self.held[digest]).contributors))
+            state = await around.replica.digest(around.transport)
+            body = make_body(
+                self.seal, self.roster_id, around.replica.position, state, entries, around.manifest, around.layout
+            )
+            self.learn(Ballot(self.roster_id, body, []))
+            proposal = self.proposals[hash_of(body)]
+        votes = [Vote(member, signature) for member, signature in sorted(proposal.votes.items())]
+        around.messenger.post_all(self.peers, Ballot(self.roster_id, proposal.body, votes))
+
+    # --- sign ----------------------------------------------------------------------------------------------------
+
+    async def _consider(self, commit_id: bytes, proposal: Proposal) -> None:
+        """Sign a body once everything that its signature claims is true here."""
+        around = self.around
+        body = proposal.body
+        try:
+            check_child(body, around.replica.position, around.manifest, around.layout)
+        except PeerMisbehaved as error:
+            around.events("refused", peer=self.seal.coordinator, reason=str(error), round=self.seal.round)
+            return
+        if body.state != await around.replica.digest(around.transport):
+            around.events("warning", message=f"round {self.seal.round}: a body attests another state than this peer's")
+            return
+        await self._gather(body, proposal)
+        if self.signed is not None or self.outcome.done() or around.obsolete():
+            return
+        # One signature per roster, ever: after a restart the nonce in the roster is no longer this process's.
+        self.signed = commit_id
+        signature = around.signer.sign(vote_bytes(commit_id))
+        around.messenger.post_all(self.peers, Ballot(self.roster_id, body, [Vote(self.me, signature)]))
+        proposal.votes[self.me] = signature
+        self._count(proposal)
+
+    async def _gather(self, body: Body, proposal: Proposal | None) -> None:
+        """Hold every chunk of a body, fetching what is lacking from members, those who signed it first."""
+        around = self.around
+        for index, entry in enumerate(body.chunks):
+            while entry.hash not in self.held:
+                voters = list(proposal.votes) if proposal is not None else []
+                ordered = [*voters, *(m for m in range(len(self.peers)) if m not in voters)]
+                donors = [self.peers[m] for m in ordered if m != self.me and self._alive(m)]
+                try:
+                    data = await around.fetch(entry.hash, donors)
+                    scratch = np.empty(around.layout.size(index), np.float32)
+                    check(data, index, self.seal.members, around.replica.codec, scratch)
+                    self.held[entry.hash] = data
+                except TransportError:
+                    # It may still be on its way from its reducer.
+                    await self._wait(self.silence * CHUNK_RETRY)
+            if unpack(self.held[entry.hash]).contributors != entry.contributors:
+                raise PeerMisbehaved(f"chunk {index} has other contributors than the body says", self.seal.coordinator)
+
+    async def _complete(self, commit: Commit) -> None:
+        """After the majority: hold all of the commit's chunks. Bounded by the deadline and T beyond it."""
+        limit = max(self.ends - self.around.transport.now(), 0) + self.silence
+        async with asyncio.timeout(limit):
+            await self._gather(commit.body, self.proposals.get(hash_of(commit.body)))
+
+    def ballots(self) -> list[Ballot]:
+        """What this peer has seen signed for the roster; shown when it enters the next call."""
+        return [
+            Ballot(self.roster_id, proposal.body, [Vote(m, s) for m, s in sorted(proposal.votes.items())])
+            for proposal in self.proposals.values()
+            if proposal.votes
+        ]
+
+    def averaged(self, commit: Commit) -> list[bytes]:
+        """The averaged chunks of a commit of this roster, all of which are held."""
+        return [self.held[entry.hash] for entry in commit.body.chunks]
