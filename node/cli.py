@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -147,7 +147,7 @@ def node(
 
     Examples:
 
-      atoll node /ip4/203.0.113.7/tcp/31337/p2p/12D3KooW.../run/4f1c...
+      atoll node atoll:4f1c...@/ip4/203.0.113.7/tcp/31337/p2p/12D3KooW...
 
       atoll node ADDRESS --device cuda --name reef --state /var/lib/atoll
 
@@ -287,15 +287,14 @@ def generate(
     checkpoint: Annotated[
         Path,
         typer.Argument(
-            metavar="CHECKPOINT", help="A checkpoint folder or .safetensors file of atoll.", show_default=False
+            metavar="CHECKPOINT", help="A .safetensors file of atoll, or a folder: its newest.", show_default=False
         ),
     ],
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to continue.")] = "def ",
-    length: Annotated[int, typer.Option("--length", "-n", min=1, max=100_000, help="Tokens to generate.")] = 400,
+    length: Annotated[int, typer.Option("--length", "-n", min=1, max=100_000, help="Bytes to generate.")] = 400,
     temperature: Annotated[
-        float, typer.Option("--temperature", min=0, max=10, help="0: always the likeliest token.")
+        float, typer.Option("--temperature", min=0, max=10, help="0: the likeliest each time.")
     ] = 0.7,
-    top_k: Annotated[int, typer.Option("--top-k", min=0, help="Sample among the k likeliest tokens; 0: all.")] = 40,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Same seed, same text.")] = 0,
     device: DeviceOption = "auto",
     json: JsonOption = False,
@@ -304,18 +303,14 @@ def generate(
 
     Example:  atoll generate runs/demo/checkpoint --prompt 'import os' --length 200
     """
-    from .sample import print_sample
+    from .generate import generate as continue_text
 
-    return print_sample(
-        checkpoint,
-        prompt=prompt,
-        length=length,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-        device=device,
-        as_json=json,
-    )
+    text = continue_text(checkpoint, prompt, length, temperature, seed, device)
+    if json:
+        print_json({"checkpoint": str(checkpoint), "prompt": prompt, "text": text})
+    else:
+        typer.echo(text)
+    return 0
 
 
 def swarm(
@@ -345,8 +340,15 @@ def swarm(
         ),
     ] = None,
     minutes: Annotated[
-        float, typer.Option("--minutes", min=0.5, max=100_000, help="How long it may take, all in all.")
-    ] = 4.0,
+        float | None,
+        typer.Option(
+            "--minutes",
+            min=0.5,
+            max=100_000,
+            help="How long it may take, all in all. [default: 4; with --manifest as long as its rounds take]",
+            show_default=False,
+        ),
+    ] = None,
     report: Annotated[
         Path | None,
         typer.Option("--report", metavar="FILE", help="Also write the JSON report here.", show_default=False),
@@ -393,6 +395,13 @@ def swarm(
         as_json=json,
     )
     return run_swarm(options, lambda folder: ctx.obj.__setitem__("state", folder))
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One object on one line of standard output."""
+    import json as codec
+
+    typer.echo(codec.dumps(value))
 
 
 def run_state(address: str, state: Path | None, prefix: str = "") -> Path:

@@ -90,11 +90,11 @@ class Child:
     def events(self) -> list[Event]:
         return self.tail.poll()
 
-    def interrupt(self) -> None:
-        """What Ctrl-C in its own terminal would do."""
+    def ask(self, number: int) -> None:
+        """Send it a signal; nothing happens when it has ended."""
         if self.code is None:
             with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(signal.SIGINT)
+                self.process.send_signal(number)
 
     def last_words(self) -> str:
         """The last line of its output that says something: the reason, when it ended badly."""
@@ -173,14 +173,22 @@ class Family:
         child = self.children[name] = Child(name, folder, arguments, env)
         return child
 
-    def stop(self, names: Iterable[str], interrupts: Interrupts, patience: float = PATIENCE) -> None:
-        """Ask these children to end as Ctrl-C does, and kill who has not after ``patience`` seconds.
+    def stop(
+        self,
+        names: Iterable[str],
+        interrupts: Interrupts,
+        *,
+        number: int = signal.SIGINT,
+        patience: float = PATIENCE,
+    ) -> None:
+        """Ask these children to end, and kill who has not after ``patience`` seconds.
 
-        Another Ctrl-C meanwhile shortens the patience to nothing.
+        number: SIGINT (as Ctrl-C in their own terminal, code 130) or SIGTERM (as a service manager, code 0). Another
+        Ctrl-C here meanwhile shortens the patience to nothing.
         """
         chosen = [self.children[name] for name in names]
         for child in chosen:
-            child.interrupt()
+            child.ask(number)
         deadline = time.monotonic() + patience
         while any(child.code is None for child in chosen) and time.monotonic() < deadline:
             if interrupts.wait_more(0.05):

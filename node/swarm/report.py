@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from atoll.node.console import human_bytes
+
 from .ledger import Ledger
-from .table import exit_text, human_bytes, human_count, human_time
+from .table import exit_text, human_count, human_time
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:

@@ -9,6 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from atoll.node.console import human_bytes
+
 from .ledger import Ledger, NodeRow
 
 STATE_STYLES = {
@@ -39,15 +41,6 @@ class Header:
     """Name of an n-gram table to its score, nats per token."""
     trained_since: float | None = None
     """When the first round began, for the estimate of the time left."""
-
-
-def human_bytes(count: float) -> str:
-    """Bytes with a decimal unit: 532 B, 1.2 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def human_count(count: float) -> str:

@@ -7,12 +7,13 @@ from typing import Any
 
 from rich.console import Console
 
+from atoll.node.console import human_bytes
 from atoll.node.swarm.ledger import Ledger
-from atoll.node.swarm.table import Header, exit_text, human_bytes, human_count, human_time, line, remaining, render
+from atoll.node.swarm.table import Header, exit_text, human_count, human_time, line, remaining, render
 
 HEADER = Header(
     title="demo",
-    address="/ip4/127.0.0.1/tcp/4000/p2p/12D3KooWboot/run/" + "ab" * 32,
+    address="atoll:" + "ab" * 32 + "@/ip4/127.0.0.1/tcp/4000/p2p/12D3KooWboot",
     rounds=10,
     started=0.0,
     deadline=240.0,

@@ -1,0 +1,149 @@
+"""What a node prints while it runs: its events in words, and on a terminal one line that is kept current."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .options import LogStyle
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
+
+PROGRESS_EVERY = 10.0
+"""Seconds between two progress lines where the line cannot be kept current."""
+
+
+def short(id: Any) -> str:
+    """The end of a peer id, the beginning of anything else."""
+    text = str(id or "?")
+    return f"…{text[-6:]}" if text.startswith("12D3KooW") else text[:10]
+
+
+def human_bytes(count: float) -> str:
+    """Bytes with a decimal unit: 532 B, 1.2 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _number(event: dict[str, Any], key: str, form: str, missing: str = "-") -> str:
+    value = event.get(key)
+    return format(value, form) if isinstance(value, int | float) and not isinstance(value, bool) else missing
+
+
+def describe(event: dict[str, Any]) -> str | None:
+    """An event in words; None for those that are not worth a line (progress has :func:`describe_progress`)."""
+    kind = event["event"]
+    if kind == "start":
+        return (
+            f"{event.get('name') or 'node'} starts: peer {event.get('peer')}, run {short(event.get('run'))}, "
+            f"device {event.get('device', '?')}"
+        )
+    if kind == "state":
+        return f"now {event.get('state')}"
+    if kind == "seal":
+        members = event.get("members") or []
+        return (
+            f"round {event.get('round')}: in a group of {len(members)}, led by {short(event.get('coordinator'))}, "
+            f"at most {_number(event, 'deadline', '.0f')} s"
+        )
+    if kind == "void":
+        return f"round {event.get('round')}: void ({event.get('reason')}); everybody keeps what was not averaged"
+    if kind == "commit":
+        members = event.get("members") or []
+        alone = "; alone: nobody else took part, so this does not count as progress of the swarm"
+        return (
+            f"round {event.get('round')}: committed outer step {event.get('outer_step')} with {len(members)} members "
+            f"in {_number(event, 'seconds', '.1f')} s{alone if event.get('lone') else ''}"
+        )
+    if kind == "evaluation":
+        return f"round {event.get('round')}: held-out loss {_number(event, 'val_loss', '.4f')}"
+    if kind == "refused":
+        return f"refused {short(event.get('from'))}: {event.get('reason')}"
+    if kind == "warning":
+        return f"warning: {event.get('message')}"
+    if kind == "exit":
+        return f"ends: {event.get('reason') or 'done'}"
+    return None
+
+
+def describe_progress(event: dict[str, Any]) -> str:
+    """A progress event in one short line."""
+    return (
+        f"{event.get('state', '?')}: outer step {event.get('outer_step', '?')}, step {event.get('steps', 0)}, "
+        f"loss {_number(event, 'loss', '.3f')}, {_number(event, 'tokens_per_s', ',.0f')} tokens/s, "
+        f"out {human_bytes(event.get('bytes_sent') or 0)}, in {human_bytes(event.get('bytes_received') or 0)}, "
+        f"{event.get('peers', '?')} peers"
+    )
+
+
+class ConsoleEcho:
+    """Prints events; give it to an :class:`~atoll.protocol.eventlog.EventLog` as ``echo``, and close it at the end."""
+
+    def __init__(
+        self,
+        style: LogStyle,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._json = style is LogStyle.json
+        self._quiet = style is LogStyle.quiet
+        self._next_progress = 0.0
+        self._live: Live | None = None
+        self._console = console
+        if not self._json and not self._quiet and console is None:
+            from rich.console import Console as RichConsole
+
+            self._console = RichConsole(stderr=False, highlight=False)
+        if self._console is not None and style in (LogStyle.auto, LogStyle.console) and self._console.is_terminal:
+            from rich.live import Live as RichLive
+
+            self._live = RichLive("", console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        if self._quiet:
+            return
+        if self._json:
+            sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
+            sys.stdout.flush()
+            return
+        if event["event"] == "progress":
+            self._progress(describe_progress(event))
+        elif (text := describe(event)) is not None:
+            self._print(text, self._style(event))
+
+    def _progress(self, text: str) -> None:
+        if self._live is not None:
+            self._live.update(text, refresh=True)
+        elif self._clock() >= self._next_progress:
+            self._next_progress = self._clock() + PROGRESS_EVERY
+            self._print(text)
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        if self._console is not None:
+            stamp = time.strftime("%H:%M:%S")
+            self._console.print(f"{stamp} {text}", style=style, markup=False, soft_wrap=True)
+
+    @staticmethod
+    def _style(event: dict[str, Any]) -> str | None:
+        kind = event["event"]
+        if kind in ("warning", "refused", "void") or event.get("lone"):
+            return "yellow"
+        return "green" if kind == "commit" else None
+
+    def close(self) -> None:
+        """Take the current line away. Idempotent."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
