@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from atoll.protocol.shutdown import run_to_end
 
 
 def bootstrap(
@@ -97,7 +98,7 @@ def bootstrap(
         address_file=address_file,
         as_json=json,
     )
-    return asyncio.run(run_bootstrap(options))
+    return run_to_end(run_bootstrap(options))
 
 
 def register(app: typer.Typer) -> None:

@@ -6,13 +6,13 @@ what it needs. Commands return their exit code; errors become messages in ``atol
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from atoll.protocol.errors import UsageError
+from atoll.protocol.shutdown import run_to_end
 
 from .options import Finish, LogStyle, NodeOptions, ObserverOptions
 
@@ -173,7 +173,7 @@ def node(
     )
     from .daemon import run_node
 
-    return asyncio.run(run_node(options))
+    return run_to_end(run_node(options))
 
 
 def observe(
@@ -214,7 +214,7 @@ def observe(
     )
     from .daemon import run_observer
 
-    return asyncio.run(run_observer(options))
+    return run_to_end(run_observer(options))
 
 
 def status(
@@ -278,7 +278,7 @@ def status(
         return status_module.show_local(state, as_json=json)
     if address is None:
         raise UsageError("give a run address, or --state DIR to look at a node of this machine")
-    return asyncio.run(
+    return run_to_end(
         status_module.show_status(read_address(address), as_json=json, watch=watch, every=every, timeout=timeout)
     )
 

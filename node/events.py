@@ -4,8 +4,9 @@ Every line has ``t``, ``event`` and ``peer`` (see :mod:`atoll.protocol.eventlog`
 
 ``start``       run, name, version, pid, addresses, device
 ``state``       state: starting | joining | training | averaging | waiting | finished | leaving
-``progress``    state, round, outer_step, steps, tokens, loss, tokens_per_s, bytes_sent, bytes_received, peers; about
-                every second. tokens and bytes count since the process began; bytes are payload bytes of streams
+``progress``    state, round, outer_step, steps, tokens, contributed, loss, tokens_per_s, bytes_sent, bytes_received,
+                peers; about every second. steps and tokens since the last contribution; contributed: tokens averaged
+                since the process began; bytes: payload bytes of streams since then
 ``seal``        round, roster, members, deadline, coordinator
 ``void``        round, roster, reason
 ``commit``      round, outer_step, id, parent, members (peer ids), contributors ({peer: share 0 … 1}), tokens and weight

@@ -62,10 +62,14 @@ class EventLog:
             os.write(self._file, b"\n")
 
     def write(self, event: str, /, **fields: Any) -> None:
-        """Append one event. Bytes (ids, digests) are written as hex; NaN and infinity as null."""
+        """Append one event. Bytes (ids, digests) are written as hex; NaN and infinity as null.
+
+        A field ``peer`` is about another peer and is written as ``from``: ``peer`` is whose log this is.
+        """
         record: dict[str, Any] = {"t": round(self._clock(), 3), "event": event, "peer": self.peer}
         for key, value in fields.items():
-            record[key] = value.hex() if isinstance(value, bytes | bytearray | memoryview) else value
+            plain = value.hex() if isinstance(value, bytes | bytearray | memoryview) else value
+            record["from" if key == "peer" else key] = plain
         line = msgspec.json.encode(record) + b"\n"
         with self._lock:
             if not self._closed and self.path is not None:

@@ -59,6 +59,8 @@ class NodeRow:
     loss: float | None = None
     tokens_per_s: float | None = None
     sent: Counter = field(default_factory=Counter)
+    sent_before: int = 0
+    """What ``sent`` was at the last commit."""
     received: Counter = field(default_factory=Counter)
     digest: str = ""
     starts: int = 0
@@ -142,7 +144,9 @@ class Ledger:
         for name in ("loss", "tokens_per_s"):
             if (number := _number(event.get(name))) is not None:
                 setattr(row, name, number)
-        for key, counter in (("tokens", row.tokens), ("bytes_sent", row.sent), ("bytes_received", row.received)):
+        # Tokens of the current contribution start anew with every commit; those averaged so far only grow.
+        tokens = "contributed" if "contributed" in event else "tokens"
+        for key, counter in ((tokens, row.tokens), ("bytes_sent", row.sent), ("bytes_received", row.received)):
             if (value := _whole(event.get(key))) is not None:
                 counter.set(value)
 
@@ -171,8 +175,9 @@ class Ledger:
         commit.seen = min(commit.seen, t)
         if (seconds := _number(event.get("seconds"))) is not None:
             commit.seconds[row.source] = seconds
-        if (sent := _whole(event.get("bytes_sent"))) is not None:
-            commit.bytes_sent[row.source] = sent
+        sent = _whole(event.get("bytes_sent"))
+        commit.bytes_sent[row.source] = row.sent.total - row.sent_before if sent is None else sent
+        row.sent_before = row.sent.total
         shares = event.get("contributors")
         if isinstance(shares, dict):
             commit.contributors = {str(peer): _number(share) or 0.0 for peer, share in shares.items()}
@@ -199,11 +204,12 @@ class Ledger:
         )
 
     def _on_void(self, row: NodeRow, event: Event, t: float) -> None:
-        roster = str(event.get("roster", ""))
-        if roster and roster in self._void_rosters:
-            return
-        self._void_rosters.add(roster)
-        self.voids.append((_whole(event.get("round")) or 0, str(event.get("reason", ""))))
+        number, reason = _whole(event.get("round")) or 0, str(event.get("reason", ""))
+        # Every member logs it; a group that was never sealed has no roster id.
+        name = str(event.get("roster") or f"{number} {reason}")
+        if name not in self._void_rosters:
+            self._void_rosters.add(name)
+            self.voids.append((number, reason))
 
     def _on_refused(self, row: NodeRow, event: Event, t: float) -> None:
         row.refused += 1

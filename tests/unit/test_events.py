@@ -31,6 +31,14 @@ def test_every_line_has_time_event_and_peer(tmp_path: Path) -> None:
     }
 
 
+def test_a_field_about_another_peer_does_not_change_whose_log_it_is(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / EVENT_FILE, "me")
+    log.write("refused", peer="them", reason="unsigned")
+    log.close()
+    (event,) = read_events(tmp_path / EVENT_FILE)
+    assert (event["peer"], event["from"]) == ("me", "them")
+
+
 def test_echo_sees_events_even_without_a_file() -> None:
     seen: list[dict[str, object]] = []
     log = EventLog(None, "p", echo=seen.append)

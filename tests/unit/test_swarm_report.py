@@ -181,6 +181,14 @@ def test_one_void_roster_counts_once_however_many_log_it() -> None:
     assert report_of(ledger)["void_rosters"] == [[4, "silence"], [4, "split"]]
 
 
+def test_bytes_of_a_round_follow_from_the_counters_when_the_commit_does_not_say() -> None:
+    events = swarm_events()
+    for _, event in events:
+        if event["event"] == "commit":
+            del event["bytes_sent"]
+    assert report_of(ledger_of(events))["bytes_per_round"] == [[1, 200], [2, 200], [3, 200]]
+
+
 def test_the_later_evaluation_of_a_round_wins() -> None:
     ledger = ledger_of(swarm_events())
     ledger.add("observer", {"event": "evaluation", "round": 1, "val_loss": 9.0, "t": 99.0})
