@@ -24,6 +24,7 @@ from .messages import (
     head_of,
     vote_bytes,
 )
+from .transport import PeerId
 
 
 class Position(msgspec.Struct, array_like=True, frozen=True):
@@ -184,7 +185,9 @@ def check_body(body: Body, manifest: Manifest, layout: ChunkLayout) -> None:
     tokens = averaged_tokens(seal, body.chunks, layout)
     expected = (base.height + 1, base.outer_step + bool(body.chunks), base.weight + tokens * (len(weights) > 1))
     if (body.height, body.outer_step, body.weight) != expected:
-        raise PeerMisbehaved("a body whose height, outer step or weight does not follow from its base", seal.coordinator)
+        raise PeerMisbehaved(
+            "a body whose height, outer step or weight does not follow from its base", seal.coordinator
+        )
 
 
 def check_child(body: Body, parent: Position, manifest: Manifest, layout: ChunkLayout) -> None:
@@ -194,13 +197,15 @@ def check_child(body: Body, parent: Position, manifest: Manifest, layout: ChunkL
     leases, cursor = grant_leases(body.seal, parent.cursor, manifest.round.max_lease)
     tokens = parent.tokens + averaged_tokens(body.seal, body.chunks, layout)
     if (body.leases, body.cursor, body.tokens) != (leases, cursor, tokens):
-        raise PeerMisbehaved("a body whose leases, cursor or tokens do not follow from its parent", body.seal.coordinator)
+        raise PeerMisbehaved(
+            "a body whose leases, cursor or tokens do not follow from its parent", body.seal.coordinator
+        )
 
 
 def check_vote(body: Body, commit_id: bytes, member: int, signature: bytes, signer: Signer) -> bool:
     """Whether that member of the roster signed the commit."""
     members = body.seal.members
-    return member < len(members) and signer.verify(members[member].peer, vote_bytes(commit_id), signature)
+    return member < len(members) and signer.verify(PeerId(members[member].peer), vote_bytes(commit_id), signature)
 
 
 def verify_commit(commit: Commit, manifest: Manifest, layout: ChunkLayout, signer: Signer) -> bytes:

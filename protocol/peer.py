@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from .calling import Calling, make_seal
 from .candidates import order, rank
 from .codecs import get_codec
+from .commitlog import LogEntry
 from .commits import START, Position, check_child, check_seal, check_vote, contributed, majority, verify_commit
 from .control import (
     Ballot,
@@ -38,6 +39,7 @@ from .control import (
 )
 from .directory import Directory
 from .errors import DiskFull, PeerMisbehaved, ResourceError, RoundVoid, StateError, TransportError
+from .fetch import Fetcher
 from .identity import Signer
 from .island import Island, Progress, Snapshot
 from .layout import ChunkLayout
@@ -51,13 +53,15 @@ from .replica import Replica
 from .round import Events, Round, Surroundings
 from .state import GlobalState
 from .store import Store
-from .transfer import Donor, Fetcher
+from .transfer import Donor
 from .transport import PeerId, Stream, Transport
 
 REPORT_EVERY = 2.0
 """Seconds between two reports to the first candidates."""
 LINGER = 30.0
 """Seconds for which a peer at the end of the run waits for others to have its head."""
+MAX_DONORS = 8
+"""Peers asked at once for what this one lacks."""
 EARLY_LIMIT = 256
 """Messages kept for rosters that this peer has not been told of yet."""
 
@@ -138,8 +142,14 @@ class Peer:
         self.directory = Directory(
             transport, signer, manifest, record=self._record, refused=self._refuse, changed=self._wake.set
         )
-        self.donor = Donor(transport, self)
-        self.fetcher = Fetcher(transport, manifest, self.layout, signer, store)
+        self.donor = Donor(
+            transport, store, admits=manifest.admits, busy=lambda: self._round is not None, recent=self._recent,
+            refused=self._refuse,
+        )  # fmt: skip
+        self.fetcher = Fetcher(
+            transport, manifest, self.layout, signer, report=self._refuse, progress=self._transferred
+        )
+        self._transfer_told = float("-inf")
         # What others said, by peer.
         self._heads: dict[PeerId, Head] = {}
         self._reports: dict[PeerId, tuple[Report, float]] = {}
@@ -155,12 +165,14 @@ class Peer:
         self._sealed: asyncio.Future[Sealed | None] | None = None
         self._awaited: Call | None = None
         self._round: Round | None = None
+        self._round_began = asyncio.Event()
         self._limbo: list[_Limbo] = []
         self._early: deque[tuple[PeerId, RoundMessage]] = deque(maxlen=EARLY_LIMIT)
         self._commits: deque[tuple[bytes, Commit]] = deque(maxlen=16)
         self._better_since: float | None = None
         self._checkpointing: asyncio.Task[None] | None = None
         self._round_started = transport.now()
+        self._recoveries = 0
         self._upload = 0.0
         self._download = 0.0
 
@@ -245,6 +257,12 @@ class Peer:
             version=self.version, reachable=self.reachable, name=self.name,
         )  # fmt: skip
 
+    def _transferred(self, done: int, total: int) -> None:
+        now = self.transport.now()
+        if total > 1 << 20 and (now - self._transfer_told > 1.0 or done >= total):
+            self._transfer_told = now
+            self._events("transfer", done=done, total=total)
+
     @property
     def head(self) -> Head:
         """The newest commit that this peer has applied."""
@@ -268,14 +286,7 @@ class Peer:
         if self.island is not None and not self.codec.lossless and self.manifest.codec.error_feedback > 0:
             residual = np.zeros(self.layout.parameters, np.float32)
         self.replica = Replica(self.manifest, self.layout, self.codec, state, position, residual=residual)
-        for entry in loaded.replay if loaded is not None else []:
-            commit = self.store.commit(entry.id)
-            if commit is None:
-                break
-            if commit.body.state != await self.replica.digest(self.transport):
-                raise StateError("the commit log does not fit the checkpoint; remove the state folder and join again")
-            chunks = await self.transport.offload(self.store.chunks, entry.id)
-            await self.transport.offload(self.replica.apply, commit.body, entry.id, chunks)
+        await self._replay(loaded.replay if loaded is not None else [])
         if residual is not None and self.head != GENESIS:
             kept = await self.transport.offload(self.store.load_residual, self.head.id)
             if kept is not None:
@@ -283,6 +294,20 @@ class Peer:
         if self.head != GENESIS:
             self._events("resumed", round=self.head.round, outer_step=self.head.outer_step, height=self.head.height)
         self._new_head()
+
+    async def _replay(self, entries: Sequence[LogEntry]) -> None:
+        """Apply logged commits to the replica, as far as they are whole; what is missing then comes from peers."""
+        for entry in entries:
+            commit = await self.transport.offload(self.store.commit, entry.id)
+            try:
+                chunks = await self.transport.offload(self.store.chunks, entry.id)
+            except StateError as error:
+                self._events("warning", message=str(error))
+                return
+            if commit is None or commit.body.state != await self.replica.digest(self.transport):
+                self._events("warning", message=f"the log does not fit the state at round {self.head.round}")
+                return
+            await self.transport.offload(self.replica.apply, commit.body, entry.id, chunks)
 
     def _fresh(self) -> GlobalState:
         state = GlobalState.fresh(self.layout, self._theta0())
@@ -615,9 +640,12 @@ class Peer:
             hello = decode(await stream.receive(HELLO_LIMIT), Hello, stream.peer)
         roster_id = hash_of(hello.seal)
         self._offer_seal(Sealed(hello.seal, hello.signature))
-        waited = self.transport.now() + self._silence
-        while (self._round is None or self._round.roster_id != roster_id) and self.transport.now() < waited:
-            await asyncio.sleep(self._silence / 100)
+        try:
+            async with asyncio.timeout(self._silence):
+                while self._round is None or self._round.roster_id != roster_id:
+                    await self._round_began.wait()
+        except TimeoutError:
+            return
         if self._round is not None and self._round.roster_id == roster_id and stream.peer in self._round.peers:
             await self._round.serve(stream, hello)
 
@@ -787,10 +815,12 @@ class Peer:
         )  # fmt: skip
         around = Surroundings(
             self.transport, self.messenger, self.signer, self.manifest, self.layout, self.replica, self._events,
-            fetch=self.fetcher.fetch_chunk, everyone=lambda: list(self.directory.known), obsolete=self._obsolete,
+            fetch=self.fetcher.chunk, everyone=lambda: list(self.directory.known), obsolete=self._obsolete,
         )  # fmt: skip
         current = Round(around, seal, sealed.signature, roster_id, self.island.local)
         self._round = current
+        began, self._round_began = self._round_began, asyncio.Event()
+        began.set()
         started = self.transport.now()
         early, self._early = list(self._early), deque(maxlen=EARLY_LIMIT)
         try:
@@ -850,13 +880,13 @@ class Peer:
 
     # --- applying ------------------------------------------------------------------------------------------------
 
-    def chunk(self, digest: bytes) -> bytes | None:
-        """An averaged chunk by hash: of a round in progress, of a void one, or from the log."""
+    def _recent(self, digest: bytes) -> bytes | None:
+        """An averaged chunk that is not in the log yet: of a round in progress, or of a void one."""
         rounds = [self._round] if self._round is not None else []
         for current in [*rounds, *(limbo.round for limbo in self._limbo)]:
             if digest in current.held:
                 return current.held[digest]
-        return self.store.chunk(digest)
+        return None
 
     async def _apply(
         self, commit_id: bytes, commit: Commit, chunks: list[bytes], *, me: int | None, frozen: Floats | None,
@@ -869,10 +899,8 @@ class Peer:
             self._checkpointing = None
         digest = await self.replica.digest(self.transport)
         if digest != body.state:
-            raise StateError(
-                f"round {body.round}: the swarm attests state {body.state.hex()[:16]} before it, this peer has "
-                f"{digest.hex()[:16]}"
-            )
+            await self._recover(f"round {body.round} attests another state before it than this peer has")
+            return
         try:
             await self.transport.offload(self.store.append, commit, chunks)
         except DiskFull as error:
@@ -914,7 +942,8 @@ class Peer:
     async def _checkpoint(self) -> None:
         try:
             await self.replica.digest(self.transport)
-            await self.transport.offload(self.store.save_checkpoint, self.replica.position, self.replica.state)
+            keep = self.donor.in_use()
+            await self.transport.offload(self.store.save_checkpoint, self.replica.position, self.replica.state, keep)
         except (ResourceError, StateError) as error:
             self._events("warning", message=f"no checkpoint was written: {error}")
 
@@ -928,15 +957,18 @@ class Peer:
             return
         donors = [PeerId(member.peer) for member in body.seal.members if member.peer != self.transport.peer_id]
         started = self.transport.now()
-        chunks = []
-        for entry in body.chunks:
-            data = self.chunk(entry.hash)
-            try:
-                chunks.append(data if data is not None else await self.fetcher.fetch_chunk(entry.hash, donors))
-            except TransportError as error:
-                # Whoever has the head has its chunks; the way to it is then the ordinary catching up.
-                self._events("warning", message=f"round {body.round}: a chunk of the commit is not to be had: {error}")
-                return
+        try:
+            chunks = await self.fetcher.chunks(body, donors, self._recent)
+        except TransportError as error:
+            # Whoever has the head has its chunks; the way to it is then the ordinary catching up.
+            self._events("warning", message=f"round {body.round}: a chunk of the commit is not to be had: {error}")
+            return
+        await self._apply_late(commit_id, commit, chunks, self.transport.now() - started)
+
+    async def _apply_late(self, commit_id: bytes, commit: Commit, chunks: list[bytes], seconds: float) -> None:
+        """Apply a commit on this head outside of its round. What was frozen for its roster, if this peer was in it,
+        has been averaged and leaves the local weights; all else moves along."""
+        body = commit.body
         me = next(
             (i for i, m in enumerate(body.seal.members) if (m.peer, m.nonce) == (self.transport.peer_id, self._nonce)),
             None,
@@ -956,7 +988,7 @@ class Peer:
         await self._apply(
             commit_id, commit, chunks, me=me, frozen=None if lost else frozen,
             snapshot=limbo.snapshot if limbo is not None else None,
-            seconds=self.transport.now() - started, lost=lost,
+            seconds=seconds, lost=lost,
         )  # fmt: skip
 
     # --- catching up ---------------------------------------------------------------------------------------------
@@ -972,4 +1004,68 @@ class Peer:
 
     async def _catch_up(self) -> None:
         """Fetch what lies between this head and the best known one, and go over to it."""
-        raise NotImplementedError
+        before, self._better_since = self.state, None
+        self._set_state("joining")
+        if self._checkpointing is not None:
+            await self._checkpointing
+            self._checkpointing = None
+        ahead = [peer for peer, head in self._heads.items() if better(head, self.head)]
+        ahead.sort(key=lambda peer: (self.messenger.failing(peer), -self.messenger.heard(peer)))
+        try:
+            plan = await self.fetcher.fetch_into(self.store, ahead[:MAX_DONORS], self.head)
+        except TransportError as error:
+            self._events("warning", message=f"cannot catch up yet: {error}")
+            plan = None
+        if plan is None:
+            # What they said is not what they give; they will say it again if it is so.
+            for peer in ahead:
+                self._heads.pop(peer, None)
+            await asyncio.sleep(self._silence / 5)
+        elif plan.base == self.head and plan.checkpoint is None:
+            for step in plan.steps:
+                if step.commit.body.parent != self.head.id:
+                    break
+                commit_id = hash_of(step.commit.body)
+                chunks = await self.transport.offload(self.store.chunks, commit_id)
+                await self._apply_late(commit_id, step.commit, chunks, 0.0)
+        else:
+            await self._go_over(plan.head)
+        if self.state == "joining":
+            self._set_state("observing" if self.island is None else before if before != "joining" else "training")
+
+    async def _go_over(self, head: Head) -> None:
+        """Reload what the store has of another head: a fork's end, or a jump over commits that are no longer kept.
+
+        What this peer has not handed over belongs to the chain that it leaves: it is dropped, and said to be lost.
+        """
+        loaded = await self.transport.offload(self.store.load, head.id)
+        if loaded is None:
+            self._events("warning", message=f"the state of round {head.round} could not be loaded; it is fetched again")
+            return
+        progress = self.island.progress() if self.island is not None else Progress()
+        if self.island is not None:
+            try:
+                await self.island.freeze()
+            except ResourceError as error:
+                self._events("warning", message=f"the island did not freeze: {error}")
+        left = self.head
+        state = loaded.state if loaded.state is not None else await self.transport.offload(self._fresh)
+        self.replica.adopt(state, loaded.position)
+        await self._replay(loaded.replay)
+        self._events(
+            "resync", round=self.head.round, outer_step=self.head.outer_step, left=left.id.hex(),
+            left_round=left.round, lost_tokens=progress.tokens,
+        )  # fmt: skip
+        if self.island is not None:
+            self.island.revoke()
+            self.island.local[:] = self.replica.params
+            await self.island.resume(reload=True, spent=1.0, outer_step=self.head.outer_step)
+        self._new_head()
+
+    async def _recover(self, reason: str) -> None:
+        """This peer's state is not what the swarm attests: take it from disk again, where every byte is checked."""
+        self._recoveries += 1
+        if self._recoveries > 3:
+            raise StateError(f"{reason}; its disk or memory is not to be trusted: check the machine, then start anew")
+        self._events("warning", message=f"{reason}; it reloads from its last checkpoint")
+        await self._go_over(self.head)

@@ -1,0 +1,257 @@
+"""The daemon: owns the peer and its global state, starts the trainer child, writes the event log."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import atoll
+from atoll.protocol.commits import Position
+from atoll.protocol.errors import AtollError
+from atoll.protocol.island import Island, Progress
+from atoll.protocol.peer import Peer
+from atoll.protocol.statefolder import state_home
+from atoll.protocol.theta0 import theta0
+
+from . import checkpoint
+from .console import ConsoleEcho
+from .options import Finish, NodeOptions, ObserverOptions
+from .session import Session, exit_reason, on_signals, open_session, started
+from .specs import tensor_specs
+
+PROGRESS_EVERY = 1.0
+"""Seconds between two ``progress`` events."""
+INTERRUPTED = 130
+
+
+async def run_node(options: NodeOptions) -> int:
+    """Take part in a run until its end or a signal. Returns the exit code; raises AtollError."""
+    name = options.name if options.name is not None else socket.gethostname()[:32]
+    echo = ConsoleEcho(options.log)
+    try:
+        async with open_session(
+            address=options.address, state=options.state, prefix="", listen=options.listen,
+            announce=options.announce, client_mode=options.client_mode, seed=options.seed, timeout=options.timeout,
+            data=options.data, echo=echo,
+        ) as session:  # fmt: skip
+            return await _logged(session, _train(session, options, name))
+    finally:
+        echo.close()
+
+
+async def run_observer(options: ObserverOptions) -> int:
+    """Follow a run's commits and score them until its end or a signal. Returns the exit code; raises AtollError."""
+    echo = ConsoleEcho(options.log)
+    try:
+        async with open_session(
+            address=options.address, state=options.state, prefix="observer-", listen=options.listen, announce=(),
+            client_mode=False, seed=options.seed, timeout=options.timeout, data=options.data, echo=echo,
+        ) as session:  # fmt: skip
+            return await _logged(session, _observe(session, options))
+    finally:
+        echo.close()
+
+
+async def _logged(session: Session, work: Any) -> int:
+    """Await the work; whatever its end, the event log tells it."""
+    try:
+        code: int = await work
+    except BaseException as error:
+        number, reason = exit_reason(error)
+        session.event("exit", code=number, reason=reason)
+        raise
+    session.event("exit", code=code, reason="interrupted" if code == INTERRUPTED else "done")
+    return code
+
+
+async def _train(session: Session, options: NodeOptions, name: str) -> int:
+    from .trainer import TrainerProcess
+
+    manifest = session.manifest
+    session.event("state", state="starting")
+    prepared = asyncio.create_task(asyncio.to_thread(_prepare))
+    island = await TrainerProcess.start(
+        session.model, session.data, session.inner, manifest.round.inner_steps, manifest.budget.rounds,
+        device=options.device, threads=options.threads or None,
+        log=lambda event, fields: session.event(event, **fields),
+    )  # fmt: skip
+    try:
+        await prepared
+        started(session, name, island.device)
+        return await _live(
+            session,
+            island,
+            name=name,
+            export=session.folder / "checkpoints",
+            finish=options.finish,
+            reachable=not options.client_mode,
+        )
+    finally:
+        await island.close()
+
+
+def _prepare() -> None:
+    """Compile the kernels and prove that this machine computes the run's bits, before a peer reports."""
+    from atoll.protocol import kernels
+    from atoll.protocol.selftest import self_test
+
+    # One cache for all runs and nodes of this user: what is compiled depends on the machine only.
+    kernels.configure(cache_dir=state_home() / "kernels")
+    kernels.warm_up()
+    self_test()
+
+
+async def _live(
+    session: Session, island: Island | None, *, name: str, export: Path | None = None,
+    finish: Finish = Finish.exit, reachable: bool = True,
+    on_head: Callable[[Position, NDArray[np.float32]], None] | None = None,
+) -> int:  # fmt: skip
+    """Run the peer, with its events, progress and exports, until the end of the run or a signal."""
+    manifest = session.manifest
+    exporter = _Exporter(session, export) if export is not None else None
+    interrupted = False
+
+    def events(event: str, /, **fields: Any) -> None:
+        session.event(event, **fields)
+        if event == "digest" and exporter is not None:
+            exporter.digest(fields["commit"], fields["digest"])
+
+    def head(position: Position) -> None:
+        if exporter is not None:
+            exporter.head(position, peer.replica.params)
+        if on_head is not None:
+            on_head(position, peer.replica.params)
+
+    seed = session.model.seed
+    peer = Peer(
+        transport=session.transport, signer=session.signer, manifest=manifest, store=session.store,
+        theta0=partial(theta0, seed, tensor_specs(session.model)), events=events, island=island, name=name,
+        version=atoll.__version__, reachable=reachable, on_head=head,
+        linger=float("inf") if finish is Finish.stay else 30.0,
+    )  # fmt: skip
+
+    def stop() -> None:
+        nonlocal interrupted
+        interrupted = True
+        peer.stop()
+
+    progress = asyncio.create_task(_progress(session, peer, island))
+    try:
+        with on_signals(stop):
+            await peer.run()
+            if exporter is not None:
+                await exporter.close()
+    finally:
+        progress.cancel()
+        await asyncio.gather(progress, return_exceptions=True)
+    return INTERRUPTED if interrupted else 0
+
+
+async def _progress(session: Session, peer: Peer, island: Island | None) -> None:
+    while True:
+        progress = island.progress() if island is not None else Progress()
+        head = peer.head
+        session.event(
+            "progress", state=peer.state, round=head.round, outer_step=head.outer_step, steps=progress.steps,
+            tokens=progress.tokens, contributed=peer.contributed, loss=progress.loss,
+            tokens_per_s=progress.fields.get("tokens_per_s", 0.0), step_time=progress.step_time,
+            leased=progress.leased, bytes_sent=session.transport.bytes_sent,
+            bytes_received=session.transport.bytes_received, peers=len(peer.directory.known),
+        )  # fmt: skip
+        await asyncio.sleep(PROGRESS_EVERY)
+
+
+class _Exporter:
+    """Writes the global parameters as safetensors, every K-th commit and at the end of the run."""
+
+    def __init__(self, session: Session, folder: Path) -> None:
+        self._session = session
+        self._folder = folder
+        self._waiting: dict[str, tuple[Position, NDArray[np.float32]]] = {}
+        self._writing: set[asyncio.Task[None]] = set()
+
+    def head(self, position: Position, params: NDArray[np.float32]) -> None:
+        """A commit was applied; ``params`` are copied now, since the next one changes them in place."""
+        manifest, step = self._session.manifest, position.head.outer_step
+        if step and (step % manifest.state.checkpoint_every == 0 or step >= manifest.budget.rounds):
+            self._waiting[position.head.id.hex()] = (position, params.copy())
+
+    def digest(self, commit: str, digest: str) -> None:
+        """The digest of a head is known: what waits for it can be written."""
+        waiting = self._waiting.pop(commit, None)
+        if waiting is not None:
+            task = asyncio.create_task(self._write(*waiting, digest))
+            self._writing.add(task)
+            task.add_done_callback(self._writing.discard)
+
+    async def _write(self, position: Position, params: NDArray[np.float32], digest: str) -> None:
+        session = self._session
+        metadata = checkpoint.Metadata(
+            run=session.run_id.hex(), name=session.manifest.name, model=session.model.to_table(),
+            round=position.head.round, outer_step=position.head.outer_step, tokens=position.tokens, digest=digest,
+        )  # fmt: skip
+        try:
+            path = await asyncio.to_thread(checkpoint.save, self._folder, params, metadata)
+            session.event("checkpoint", round=position.head.round, outer_step=position.head.outer_step, path=str(path))
+        except AtollError as error:
+            session.event("warning", message=str(error))
+
+    async def close(self) -> None:
+        """Wait for what is being written."""
+        await asyncio.gather(*self._writing, return_exceptions=True)
+
+
+async def _observe(session: Session, options: ObserverOptions) -> int:
+    await asyncio.to_thread(_prepare)
+    evaluator = await asyncio.to_thread(_evaluator, session, options)
+    started(session, "observer", options.device)
+    session.event("ngrams", **await asyncio.to_thread(evaluator.ngrams))
+    rounds = session.manifest.budget.rounds
+    due: asyncio.Queue[tuple[Position, NDArray[np.float32]] | None] = asyncio.Queue()
+
+    def head(position: Position, params: NDArray[np.float32]) -> None:
+        step = position.head.outer_step
+        if step % options.every == 0 or step >= rounds:
+            # Evaluation lags behind a fast swarm; what is queued is bounded by dropping the oldest.
+            while due.qsize() > 2:
+                due.get_nowait()
+            due.put_nowait((position, params.copy()))
+
+    async def score() -> None:
+        scored = -1
+        while (item := await due.get()) is not None:
+            position, params = item
+            if position.head.outer_step == scored:
+                continue
+            scored = position.head.outer_step
+            loss = await asyncio.to_thread(evaluator.loss, params)
+            session.event(
+                "evaluation", round=position.head.round, outer_step=scored, tokens=position.tokens, val_loss=loss
+            )
+
+    scoring = asyncio.create_task(score())
+    try:
+        code = await _live(session, None, name="observer", on_head=head)
+        if code != INTERRUPTED:
+            due.put_nowait(None)
+            await scoring
+        return code
+    finally:
+        scoring.cancel()
+        await asyncio.gather(scoring, return_exceptions=True)
+
+
+def _evaluator(session: Session, options: ObserverOptions) -> Any:
+    import torch
+
+    from .evaluate import Evaluator
+
+    torch.set_num_threads(max(options.threads, 1))
+    return Evaluator(session.model, session.data, options.device)
