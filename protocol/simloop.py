@@ -1,0 +1,585 @@
+"""An asyncio event loop under a virtual clock: what simulated peers run on.
+
+Plain asyncio code (tasks, timeouts, queues, task groups) runs on it unchanged. Nothing waits: when no callback is
+ready the clock jumps to the next timer, so hours pass in seconds, and one program has one order of execution.
+``asyncio.wait`` and ``TaskGroup`` iterate sets of tasks, and objects hash by their address; the tasks and futures of
+this loop hash by a serial number instead, so that the order does not change from run to run.
+
+A :class:`SimProcess` is a set of callbacks that live and die together. A context variable says which one a callback
+belongs to; it is inherited by every task and timer that the process' code makes. A frozen process' callbacks wait
+(SIGSTOP), a killed one's never run again: no ``finally``, no cancellation (SIGKILL).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import heapq
+import sys
+import warnings
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context, ContextVar, copy_context
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+
+from .errors import SimulationError
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+RUNNING, FROZEN, DEAD = 0, 1, 2
+_PROCESS: ContextVar[SimProcess | None] = ContextVar("atoll_sim_process", default=None)
+_SPIN_LIMIT = 1_000_000
+_CLOSE_LIMIT = 1_000
+_GOODBYE = 60.0
+
+
+def current_process() -> SimProcess | None:
+    """The simulated process whose code is running, or None (a test's own code, the network)."""
+    return _PROCESS.get()
+
+
+class SimHandle(asyncio.TimerHandle):
+    """A callback to run, at once or at a virtual time. ``context`` None: the network's own, never held back."""
+
+    __slots__ = ("arguments", "callback", "context", "loop", "time")
+
+    def __init__(
+        self, callback: Callable[..., object] | None, arguments: tuple[Any, ...], loop: SimLoop, context: Context | None
+    ) -> None:
+        # The base class' constructor is skipped on purpose: it copies a context and formats a traceback.
+        self.callback = callback
+        self.arguments = arguments
+        self.loop: SimLoop | None = None
+        self.context = context
+        self.time = loop.clock
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        if not self._cancelled:
+            self._cancelled = True
+            self.callback = None
+            self.arguments = ()
+            if self.loop is not None:
+                self.loop._timer_cancelled()
+
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def when(self) -> float:
+        return self.time
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __repr__(self) -> str:
+        return f"<SimHandle {'cancelled' if self._cancelled else self.callback!r} at {self.time:.6f}>"
+
+
+class SimTask(asyncio.Task[Any]):
+    """A task that hashes by its serial number in its loop."""
+
+    __slots__ = ("process", "serial")
+
+    def __init__(
+        self, coroutine: Any, loop: SimLoop, name: object, context: Context | None, serial: int, **options: Any
+    ) -> None:
+        self.serial = serial
+        self.process = _PROCESS.get() if context is None else context.get(_PROCESS)
+        super().__init__(
+            coroutine, loop=loop, name=f"task-{serial}" if name is None else str(name), context=context, **options
+        )
+
+    def __hash__(self) -> int:
+        return self.serial
+
+
+class SimFuture(asyncio.Future[Any]):
+    """A future that hashes by its serial number in its loop."""
+
+    __slots__ = ("serial",)
+    serial: int
+
+    def __hash__(self) -> int:
+        return self.serial
+
+
+class SimProcess:
+    """Callbacks that run, stop and die together."""
+
+    __slots__ = ("_loop", "backlog", "context", "name", "state")
+
+    def __init__(self, loop: SimLoop, name: str) -> None:
+        self._loop = loop
+        self.name = name
+        self.state = RUNNING
+        self.backlog: list[SimHandle] = []
+        self.context = loop.base_context.copy()
+        self.context.run(_PROCESS.set, self)
+
+    def create_task(self, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
+        """Start a coroutine inside the process, whoever calls."""
+        return self._loop.create_task(coroutine, name=name, context=self.context.copy())
+
+    def freeze(self) -> None:
+        """SIGSTOP: what becomes due waits for :meth:`thaw`. The callback that is running ends first."""
+        if self.state == RUNNING:
+            self.state = FROZEN
+
+    def thaw(self) -> None:
+        """SIGCONT: what became due meanwhile runs now, in its order."""
+        if self.state == FROZEN:
+            self.state = RUNNING
+            self._loop._prepend(self.backlog)
+            self.backlog = []
+
+    def kill(self) -> None:
+        """SIGKILL: nothing of the process runs again.
+
+        When its own code causes the kill (an event hook), that code goes on up to its next suspension.
+        """
+        if self.state != DEAD:
+            self.state = DEAD
+            self._loop._bury(self)
+            self.backlog = []
+
+    def __repr__(self) -> str:
+        return f"<SimProcess {self.name} {('running', 'frozen', 'dead')[self.state]}>"
+
+
+class SimLoop(asyncio.AbstractEventLoop):
+    """The loop. For one run: :func:`run` closes it.
+
+    start: virtual seconds at which the clock begins.
+    """
+
+    def __init__(self, *, start: float = 0.0) -> None:
+        self.clock = start
+        """Virtual seconds, as :meth:`time` returns them."""
+        self.base_context = copy_context()
+        self.base_context.run(_PROCESS.set, None)
+        self.callbacks = 0
+        """Callbacks run so far."""
+        self.defects: list[BaseException] = []
+        """Unhandled exceptions; :func:`run` raises them at its end."""
+        self._ready: deque[SimHandle] = deque()
+        self._timers: list[tuple[float, int, SimHandle]] = []
+        self._cancelled_timers = 0
+        self._sequence = 0
+        self._serial = 0
+        self._spins = 0
+        self._processes: list[SimProcess] = []
+        self._graveyard: list[SimTask] = []
+        self._watched: list[asyncio.Task[Any]] = []
+        self._muted = False
+        self._closing = False
+        self._closed = False
+        self._running = False
+        self._stopping = False
+        self._debug = False
+        self._exception_handler: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None
+
+    # -- scheduling
+
+    def time(self) -> float:
+        return self.clock
+
+    def call_soon(self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None) -> SimHandle:
+        handle = SimHandle(callback, args, self, copy_context() if context is None else context)
+        if not self._muted:
+            self._ready.append(handle)
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> SimHandle:
+        """As :meth:`call_soon`. The loop never sleeps, so there is nothing to wake; order between threads is open."""
+        return self.call_soon(callback, *args, context=context)
+
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> SimHandle:
+        return self.call_at(self.clock + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> SimHandle:
+        handle = SimHandle(callback, args, self, copy_context() if context is None else context)
+        self._schedule(when, handle)
+        return handle
+
+    def kernel_at(self, when: float, callback: Callable[[*Ts], object], *args: *Ts) -> SimHandle:
+        """As :meth:`call_at`, for the simulated world itself: belongs to no process, whoever calls."""
+        handle = SimHandle(callback, args, self, None)
+        self._schedule(when, handle)
+        return handle
+
+    def _schedule(self, when: float, handle: SimHandle) -> None:
+        handle.time = when
+        handle.loop = self
+        if not self._muted:
+            self._sequence += 1
+            heapq.heappush(self._timers, (when, self._sequence, handle))
+
+    def _timer_cancelled(self) -> None:
+        self._cancelled_timers += 1
+        if self._cancelled_timers > 1000 and self._cancelled_timers * 2 > len(self._timers):
+            # Most timers are timeouts that never fire. In place: the running loop holds the list.
+            self._timers[:] = [entry for entry in self._timers if not entry[2]._cancelled]
+            heapq.heapify(self._timers)
+            self._cancelled_timers = 0
+
+    def _prepend(self, handles: list[SimHandle]) -> None:
+        self._ready.extendleft(reversed(handles))
+
+    # -- processes
+
+    def process(self, name: str) -> SimProcess:
+        """A new process: host code starts by its :meth:`SimProcess.create_task`."""
+        process = SimProcess(self, name)
+        self._processes.append(process)
+        return process
+
+    def watch(self, task: asyncio.Task[Any]) -> None:
+        """Report at the end of the run the exception that this task ended with, unless someone retrieved it."""
+        self._watched.append(task)
+
+    def _bury(self, process: SimProcess) -> None:
+        # A coroutine that is collected runs its ``finally`` blocks, which a killed process does not; so its tasks
+        # are kept to the end of the run.
+        self._graveyard.extend(sorted(self._pending(process), key=hash))
+        if process in self._processes:
+            self._processes.remove(process)
+
+    def _pending(self, process: SimProcess | None) -> list[SimTask]:
+        return [task for task in asyncio.all_tasks(self) if isinstance(task, SimTask) and task.process is process]
+
+    # -- futures and tasks
+
+    def create_future(self) -> asyncio.Future[Any]:
+        future = SimFuture(loop=self)
+        self._serial = future.serial = self._serial + 1
+        return future
+
+    def create_task(  # asyncio passes further options from 3.13 on
+        self,
+        coro: Generator[Any, None, T] | Coroutine[Any, Any, T],
+        *,
+        name: object = None,
+        context: Context | None = None,
+        **options: Any,
+    ) -> asyncio.Task[T]:
+        self._serial += 1
+        task = SimTask(coro, self, name, context, self._serial, **options)
+        if self._muted or (task.process is not None and task.process.state == DEAD):
+            self._graveyard.append(task)
+        return task
+
+    def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        """Runs ``func`` here and now."""
+        future = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def set_task_factory(self, factory: Any) -> None:
+        if factory is not None:
+            raise SimulationError("the simulated loop makes its own tasks; leave the task factory unset")
+
+    def get_task_factory(self) -> None:
+        return None
+
+    # -- running
+
+    def run_forever(self) -> None:
+        self._run(None)
+
+    def run_until_complete(self, future: Any) -> Any:
+        self._check_open()
+        main = asyncio.ensure_future(future, loop=self)
+        self._run(main)
+        return main.result()
+
+    def _run(self, main: asyncio.Future[Any] | None, limit: float | None = None) -> None:
+        """Run until ``main`` is done or :meth:`stop`, at most to the virtual time ``limit``."""
+        self._check_open()
+        if events._get_running_loop() is not None:
+            raise RuntimeError("a simulated loop cannot run inside a running event loop")
+        self._running = True
+        self._stopping = False
+        hooks = sys.get_asyncgen_hooks()
+        events._set_running_loop(self)
+        sys.set_asyncgen_hooks(finalizer=self._finalize_generator)
+        try:
+            while not self._stopping and not (main is not None and main.done()):
+                self._advance(main, limit)
+                self._run_ready()
+        finally:
+            sys.set_asyncgen_hooks(*hooks)
+            events._set_running_loop(None)
+            self._running = False
+
+    def _advance(self, main: asyncio.Future[Any] | None, limit: float | None) -> None:
+        """Move what is due to the ready queue; when nothing is, jump to the next timer."""
+        ready, timers = self._ready, self._timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+            self._cancelled_timers -= 1
+        if not ready:
+            if not timers:
+                raise SimulationError(f"deadlock at {self.clock:.6f} s: nothing is due any more{self._report(main)}")
+            when = timers[0][0]
+            if when > self.clock:
+                if limit is not None and when > limit:
+                    raise SimulationError(f"not done after {limit:g} virtual seconds{self._report(main)}")
+                self.clock = when
+                self._spins = 0
+        self._spins += 1
+        if self._spins > _SPIN_LIMIT:
+            raise SimulationError(
+                f"the clock stands still at {self.clock:.6f} s: some task spins (sleep(0) in a loop?)"
+                f"{self._report(main)}"
+            )
+        clock = self.clock
+        while timers and timers[0][0] <= clock:
+            handle = heapq.heappop(timers)[2]
+            if handle._cancelled:
+                self._cancelled_timers -= 1
+            else:
+                handle.loop = None
+                ready.append(handle)
+
+    def _run_ready(self) -> None:
+        ready = self._ready
+        count = len(ready)
+        self.callbacks += count
+        for _ in range(count):
+            handle = ready.popleft()
+            if handle._cancelled:
+                continue
+            callback, context = handle.callback, handle.context
+            assert callback is not None
+            try:
+                if context is None:
+                    callback(*handle.arguments)
+                    continue
+                process = context.get(_PROCESS)
+                if process is not None and process.state != RUNNING:
+                    if process.state == FROZEN:
+                        process.backlog.append(handle)
+                    continue
+                context.run(callback, *handle.arguments)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self.call_exception_handler(
+                    {"message": f"exception in callback {callback!r}", "exception": error, "handle": handle}
+                )
+
+    def _report(self, main: asyncio.Future[Any] | None) -> str:
+        lines = []
+        tasks = [task for task in asyncio.all_tasks(self) if isinstance(task, SimTask)]
+        buried = set(self._graveyard)
+        tasks = [task for task in sorted(tasks, key=hash) if task not in buried]
+        for task in tasks[:12]:
+            frames = task.get_stack(limit=1)
+            where = f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}" if frames else "not started"
+            process = "" if task.process is None else f" of {task.process.name}"
+            lines.append(f"  {'main, ' if task is main else ''}{task.get_name()}{process}: waits in {where}")
+        if len(tasks) > 12:
+            lines.append(f"  and {len(tasks) - 12} more")
+        for frozen in self._processes:
+            if frozen.state == FROZEN:
+                lines.append(f"  {frozen.name} is frozen with {len(frozen.backlog)} callbacks waiting")
+        return "".join("\n" + line for line in lines)
+
+    def _finalize_generator(self, generator: Any) -> None:
+        if not self._closed:
+            self.create_task(generator.aclose())
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def is_running(self) -> bool:
+        return self._running
+
+    def is_closing(self) -> bool:
+        """The run is over: what is left is being ended."""
+        return self._closing
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the simulated loop is closed; make a new one for every run")
+
+    def close(self) -> None:
+        """End everything: processes as by a power cut, other tasks by cancellation. Idempotent."""
+        if self._closed:
+            return
+        self._closing = True
+        try:
+            self._end()
+        finally:
+            self._closed = self._muted = True
+            self._ready.clear()
+            self._timers.clear()
+
+    def _end(self) -> None:
+        for process in list(self._processes):
+            process.kill()
+        loose = sorted(self._pending(None), key=hash)
+        for task in loose:
+            task.cancel()
+        if loose:
+            with contextlib.suppress(SimulationError):
+                self._run(asyncio.gather(*loose, return_exceptions=True), limit=self.clock + _GOODBYE)
+        self._graveyard.extend(task for task in loose if not task.done())
+        for watched in self._watched:
+            # The flag tells whether anybody has asked for the task's exception.
+            if watched.done() and getattr(watched, "_log_traceback", False):
+                error = watched.exception()
+                assert error is not None
+                self.defects.append(error)
+        self._watched.clear()
+        self._muted = True
+        events._set_running_loop(self)
+        try:
+            with warnings.catch_warnings():
+                # A coroutine that a dying frame had made and not yet awaited.
+                warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
+                self._empty_graveyard()
+        finally:
+            events._set_running_loop(None)
+        # Exceptions that nobody retrieved are reported when their task is collected.
+        self._muted = False
+        gc.collect()
+
+    def _empty_graveyard(self) -> None:
+        """Close the coroutines of the dead, with the loop muted: what their ``finally`` blocks ask for is ignored."""
+        while self._graveyard:
+            task = self._graveyard.pop()
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            coroutine: Any = task.get_coro()
+            for _ in range(_CLOSE_LIMIT):
+                try:
+                    coroutine.close()
+                    break
+                except RuntimeError as error:
+                    if "ignored GeneratorExit" not in str(error):
+                        break
+                except BaseException:
+                    break
+
+    # -- the rest of the interface
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if self._exception_handler is not None:
+            self._exception_handler(self, context)
+            return
+        if self._muted:
+            return
+        task = context.get("task") or context.get("future")
+        if isinstance(task, SimTask) and task.process is not None and task.process.state == DEAD and not self._closed:
+            return  # whoever would have retrieved it has been killed
+        error = context.get("exception")
+        if not isinstance(error, BaseException):
+            error = SimulationError(f"{context.get('message')}: {task!r}")
+        self.defects.append(error)
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        self.call_exception_handler(context)
+
+    def set_exception_handler(self, handler: Any) -> None:
+        self._exception_handler = handler
+
+    def get_exception_handler(self) -> Any:
+        return self._exception_handler
+
+    async def shutdown_asyncgens(self) -> None:
+        """Nothing to do: generators are closed as they are collected."""
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Nothing to do: there is no executor."""
+
+    def set_default_executor(self, executor: Any) -> None:
+        """Ignored: functions run in the caller."""
+
+    def get_debug(self) -> bool:
+        return self._debug
+
+    def set_debug(self, enabled: bool) -> None:
+        self._debug = enabled
+
+    if TYPE_CHECKING:  # no files, sockets, signals or processes: these raise NotImplementedError
+        add_reader: Any
+        remove_reader: Any
+        add_writer: Any
+        remove_writer: Any
+        sock_recv: Any
+        sock_recv_into: Any
+        sock_sendall: Any
+        sock_connect: Any
+        sock_accept: Any
+        sock_recvfrom: Any
+        sock_recvfrom_into: Any
+        sock_sendto: Any
+        sock_sendfile: Any
+        add_signal_handler: Any
+        remove_signal_handler: Any
+        create_connection: Any
+        create_server: Any
+        create_unix_connection: Any
+        create_unix_server: Any
+        create_datagram_endpoint: Any
+        connect_read_pipe: Any
+        connect_write_pipe: Any
+        subprocess_shell: Any
+        subprocess_exec: Any
+        getaddrinfo: Any
+        getnameinfo: Any
+        start_tls: Any
+        sendfile: Any
+        connect_accepted_socket: Any
+
+
+def run(main: Coroutine[Any, Any, T], loop: SimLoop | None = None, *, limit: float | None = None) -> T:
+    """Run ``main`` on ``loop`` (default: a new one) to its end, close the loop, return the result.
+
+    limit: virtual seconds after which the run is given up.
+    Raises what ``main`` raises; :class:`SimulationError` for a deadlock, a spin or the limit; else the exceptions
+    that nobody handled meanwhile: one as it is, several as a group.
+    """
+    loop = SimLoop() if loop is None else loop
+    failure: BaseException | None = None
+    result: Any = None
+    task = loop.create_task(main, name="main", context=loop.base_context.copy())
+    try:
+        loop._run(task, limit=None if limit is None else loop.clock + limit)
+        result = task.result()
+    except BaseException as error:
+        failure = error
+    del task
+    loop.close()
+    defects = loop.defects
+    if failure is not None:
+        for defect in defects:
+            if defect is not failure:
+                failure.add_note(f"unhandled during the run: {defect!r}")
+        try:
+            raise failure
+        finally:
+            failure = None
+    if len(defects) == 1:
+        raise defects[0]
+    if defects:
+        raise BaseExceptionGroup("unhandled exceptions in the simulated run", defects)
+    return result  # type: ignore[no-any-return]
