@@ -68,6 +68,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The model over ``flat``: float32, ``count_parameters(config)`` elements, kept as views, never copied."""
 
+    turn: Tensor
+
     def __init__(self, config: ModelConfig, flat: Tensor) -> None:
         super().__init__()
         self.config = config
@@ -87,7 +89,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits float [batch, time, vocab] of integer tokens [batch, time], time ≤ context."""
         x = F.embedding(tokens, self.embedding)
-        turn: Tensor = self.turn[:, : tokens.shape[1]]
+        turn = self.turn[:, : tokens.shape[1]]
         for block in self.blocks:
             x = block(x, turn)
         return F.linear(self.norm(x), self.head)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,14 +77,23 @@ class InnerOptimizer:
         return finite
 
 
+class _Slice(NamedTuple):
+    """One matrix: rows of a parameter."""
+
+    number: int
+    """Of the parameter."""
+    first: int
+    rows: int
+    transposed: bool
+
+
 @dataclass
 class _Stack:
     """Matrices of one shape, orthogonalised in one batch."""
 
     momentum: Tensor
     """float32 [count, small, large]."""
-    slices: list[tuple[int, int, int, bool]]
-    """Per matrix: parameter number, first row, rows, transposed."""
+    slices: list[_Slice]
     scale: float
 
 
@@ -98,13 +108,13 @@ class Muon:
     def __init__(self, parameters: list[tuple[nn.Parameter, tuple[int, ...]]], config: InnerConfig) -> None:
         self.parameters = [p for p, _ in parameters]
         self.momentum, self.weight_decay = config.momentum, config.weight_decay
-        shapes: dict[tuple[int, int, float], list[tuple[int, int, int, bool]]] = defaultdict(list)
+        shapes: dict[tuple[int, int, float], list[_Slice]] = defaultdict(list)
         for number, (parameter, rows_of) in enumerate(parameters):
             first, columns = 0, parameter.shape[1]
             for rows in rows_of:
                 scale = math.sqrt(max(1.0, rows / columns))
                 key = (min(rows, columns), max(rows, columns), scale)
-                shapes[key].append((number, first, rows, rows > columns))
+                shapes[key].append(_Slice(number, first, rows, rows > columns))
                 first += rows
         self.stacks = [
             _Stack(parameters[0][0].new_zeros(len(slices), small, large), slices, scale)
@@ -117,21 +127,21 @@ class Muon:
         targets: list[Tensor] = []
         updates: list[Tensor] = []
         for stack in self.stacks:
-            gradient = torch.stack([_slice(self.parameters[n].grad, *where) for n, *where in stack.slices])
+            gradient = torch.stack([_slice(self.parameters[s.number].grad, s) for s in stack.slices])
             stack.momentum.lerp_(gradient, 1.0 - self.momentum)
             direction = orthogonalise(gradient.lerp_(stack.momentum, self.momentum))
             direction.mul_(-lr * stack.scale)
-            targets += [_slice(self.parameters[n], *where) for n, *where in stack.slices]
+            targets += [_slice(self.parameters[s.number], s) for s in stack.slices]
             updates += direction.unbind()
         if self.weight_decay:
-            torch._foreach_mul_(self.parameters, 1.0 - lr * self.weight_decay)
+            torch._foreach_mul_(list[Tensor](self.parameters), 1.0 - lr * self.weight_decay)
         torch._foreach_add_(targets, updates)
 
 
-def _slice(tensor: Tensor | None, first: int, rows: int, transposed: bool) -> Tensor:
+def _slice(tensor: Tensor | None, where: _Slice) -> Tensor:
     assert tensor is not None
-    part = tensor.narrow(0, first, rows)
-    return part.mT if transposed else part
+    part = tensor.narrow(0, where.first, where.rows)
+    return part.mT if where.transposed else part
 
 
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5

@@ -63,6 +63,12 @@ class SharedMemory:
     def create(cls, parameters: int) -> SharedMemory:
         """New memory, zeroed and really allocated. Raises :class:`ResourceError` when there is not enough."""
         size = PAGE + 4 * parameters
+        # asking the kernel for more than there is would wake its killer, not return an error
+        if size > (free := _available()):
+            raise ResourceError(
+                f"no memory for {parameters} parameters: {size / 2**20:.0f} MiB are to be shared with the trainer, "
+                f"{free / 2**20:.0f} MiB are free; free some, or join a run with a smaller model"
+            )
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("atoll", os.MFD_CLOEXEC)
         else:
@@ -108,6 +114,21 @@ class SharedMemory:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _available() -> int:
+    """Bytes of memory that can be had without harm, as far as the system tells."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for text in lines:
+                if text.startswith("MemAvailable:"):
+                    return int(text.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return 1 << 62
 
 
 _INTEGER = [field.type == "int" for field in fields(Counters)]

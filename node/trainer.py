@@ -74,7 +74,7 @@ class TrainerProcess(Island):
         self.device = device
         """As asked for; once the child is ready, the device it uses (``cpu``, ``cuda:0``)."""
         self.restarts = 0
-        self._log: Log = log or (lambda event, fields: None)
+        self._log: Log = log if log is not None else lambda event, fields: None
         self._memory = SharedMemory.create(count_parameters(model))
         self.local = self._memory.array
         self._setup = Setup(
@@ -274,8 +274,9 @@ class TrainerProcess(Island):
 
     def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
+            # not Process.kill(): it polls first, and would take the exit code away from asyncio's watcher
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                os.kill(self._process.pid, signal.SIGKILL)
 
     async def _supervise(self) -> None:
         """Start the child, and again when it ends, until closed or given up."""

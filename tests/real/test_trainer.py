@@ -1,0 +1,255 @@
+"""The trainer child as a real process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atoll.node import trainer as module
+from atoll.node.config import DataConfig, InnerConfig, ModelConfig
+from atoll.node.specs import tensor_specs
+from atoll.node.trainer import TrainerProcess
+from atoll.protocol.errors import DataError, ResourceError
+from atoll.protocol.messages import Span
+from atoll.protocol.theta0 import theta0
+
+pytestmark = pytest.mark.real
+
+MODEL = ModelConfig.from_table({"width": 32, "heads": 2, "kv_heads": 2, "ffn": 64, "layers": 1, "context": 32})
+H = 20
+
+
+class Events(list[tuple[str, dict[str, Any]]]):
+    def __call__(self, event: str, fields: dict[str, Any]) -> None:
+        self.append((event, fields))
+
+    def named(self, event: str) -> list[dict[str, Any]]:
+        return [fields for name, fields in self if name == event]
+
+
+async def start(**options: Any) -> tuple[TrainerProcess, Events]:
+    events = Events()
+    inner = InnerConfig.from_table({"batch": 4})
+    island = await TrainerProcess.start(
+        options.pop("model", MODEL), options.pop("data", DataConfig()), inner, H, 10, log=events, **options
+    )
+    island.local[:] = theta0(0, tensor_specs(MODEL))
+    return island, events
+
+
+def run(body: Callable[[TrainerProcess, Events], Awaitable[None]], **options: Any) -> None:
+    """Run ``body`` with a child, and see that none is left."""
+
+    async def whole() -> int:
+        island, events = await start(**options)
+        try:
+            await body(island, events)
+        finally:
+            pid = island.pid
+            begun = time.monotonic()
+            await island.close()
+            assert time.monotonic() - begun < 3
+        return pid or 0
+
+    pid = asyncio.run(whole())
+    assert not pid or not os.path.exists(f"/proc/{pid}")
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def test_it_trains_on_its_lease_and_stands_still_when_frozen() -> None:
+    async def body(island: TrainerProcess, events: Events) -> None:
+        theta = island.local.copy()
+        island.lease([Span(0, 60), Span(100, 61)])
+        assert island.progress().leased == 121
+        await asyncio.sleep(0.3)
+        assert island.progress().steps == 0, "it was not told of global parameters yet"
+        await island.resume(reload=True, spent=1, outer_step=0)
+        await until(lambda: island.progress().leased == 1)
+        progress = island.progress()
+        assert (progress.steps, progress.units, progress.tokens) == (30, 120, 120 * 32)
+        assert progress.loss is not None
+        assert progress.loss < 5.5
+        assert progress.step_time > 0
+        island.lease([Span(200, 100_000)])
+        await until(lambda: island.progress().steps > 40)
+        snapshot = await island.freeze()
+        frozen = island.local.copy()
+        assert not np.array_equal(frozen, theta)
+        assert snapshot.units == 4 * snapshot.steps
+        assert snapshot.leased == 121 + 100_000 - snapshot.units
+        await asyncio.sleep(0.2)
+        assert np.array_equal(frozen, island.local)
+        assert island.progress().steps == snapshot.steps
+
+        await island.resume(reload=False, spent=0.25, outer_step=1)
+        assert island.progress().steps >= round(snapshot.steps * 0.75)
+        await until(lambda: island.progress().steps > snapshot.steps)
+        await island.freeze()
+        island.local[:] = theta
+        await island.resume(reload=True, spent=1, outer_step=2)
+        assert island.progress().steps <= 2
+        island.revoke()
+        await until(lambda: island.progress().leased == 0)
+        steps = (await island.freeze()).steps
+        await island.resume(reload=False, spent=0, outer_step=2)
+        await asyncio.sleep(0.2)
+        assert island.progress().steps == steps, "nothing is leased"
+        island.lease([Span(7, 8)])
+        await until(lambda: island.progress().steps == steps + 2)
+        assert events.named("trainer")[0]["device"] == "cpu"
+
+    run(body, device="cpu")
+
+
+def test_two_islands_with_the_same_units_learn_the_same() -> None:
+    async def body(island: TrainerProcess, events: Events) -> None:
+        other, _ = await start(device="cpu", micro_batch=2)
+        try:
+            for one in (island, other):
+                one.lease([Span(0, 40)])
+                await one.resume(reload=True, spent=1, outer_step=0)
+            await until(lambda: island.progress().leased == other.progress().leased == 0)
+            await island.freeze()
+            await other.freeze()
+            np.testing.assert_allclose(island.local, other.local, atol=5e-3)
+        finally:
+            await other.close()
+
+    run(body, device="cpu")
+
+
+def test_a_killed_child_is_replaced_and_loses_nothing() -> None:
+    async def body(island: TrainerProcess, events: Events) -> None:
+        island.lease([Span(0, 1_000_000)])
+        await island.resume(reload=True, spent=1, outer_step=0)
+        await until(lambda: island.progress().steps > 30)
+        os.kill(island.pid or 0, signal.SIGKILL)
+        await until(lambda: island.failed is not None)
+        before = island.progress()
+        assert before.steps > 30
+        # nobody froze it: it trains on by itself
+        await until(lambda: island.progress().steps > before.steps + 10)
+        assert island.restarts == 1
+        assert any("SIGKILL" in fields["message"] for fields in events.named("warning"))
+        assert len(events.named("trainer")) == 2
+        snapshot = await island.freeze()
+        # the step that was cut off took units and gave nothing
+        assert 1_000_000 - snapshot.leased - snapshot.units in (0, 4)
+
+        await island.resume(reload=False, spent=1, outer_step=1)
+        os.kill(island.pid or 0, signal.SIGKILL)
+        await until(lambda: island.failed is not None)
+        with pytest.raises(ResourceError, match="SIGKILL"):
+            await island.freeze()
+        theta = theta0(1, tensor_specs(MODEL))
+        island.local[:] = theta
+        await until(lambda: island.failed is None)
+        await asyncio.sleep(0.2)
+        assert np.array_equal(island.local, theta), "after a failed freeze it waits for resume"
+        await island.resume(reload=True, spent=1, outer_step=1)
+        await until(lambda: island.progress().steps > 5)
+
+    run(body, device="cpu")
+
+
+def test_a_stopped_child_fails_its_freeze_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FREEZE_TIMEOUT", 0.5)
+
+    async def body(island: TrainerProcess, events: Events) -> None:
+        island.lease([Span(0, 1_000_000)])
+        await island.resume(reload=True, spent=1, outer_step=0)
+        await until(lambda: island.progress().steps > 5)
+        os.kill(island.pid or 0, signal.SIGSTOP)
+        begun = time.monotonic()
+        with pytest.raises(ResourceError, match="did not answer a freeze within"):
+            await island.freeze()
+        assert time.monotonic() - begun < 3
+        await until(lambda: island.failed is None)
+        monkeypatch.undo()
+        assert (await island.freeze()).steps > 5
+
+    run(body, device="cpu")
+
+
+def test_it_gives_up_after_too_many_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_RESTARTS", 1)
+    monkeypatch.setattr(module, "RESTART_DELAY", 0.0)
+
+    async def body(island: TrainerProcess, events: Events) -> None:
+        for expected in (0, 1):
+            await until(lambda: island.failed is None)
+            assert island.restarts == expected
+            os.kill(island.pid or 0, signal.SIGKILL)
+            await until(lambda: island.failed is not None)
+        await until(lambda: island.failed is not None and "failed again" in str(island.failed))
+        with pytest.raises(ResourceError, match="failed again"):
+            await island.freeze()
+        await island.resume(reload=True, spent=1, outer_step=0)
+
+    run(body, device="cpu")
+
+
+def test_what_cannot_start_says_why(tmp_path: Path) -> None:
+    async def refused(kind: type[Exception], match: str, **options: Any) -> None:
+        with pytest.raises(kind, match=match):
+            await start(**options)
+
+    asyncio.run(refused(ResourceError, "cuda:63", device="cuda:63"))
+    asyncio.run(refused(DataError, "differs from the run's", data=DataConfig(files="0" * 64)))
+
+
+PARENT = """
+import asyncio, sys
+from atoll.node.config import DataConfig, InnerConfig, ModelConfig
+from atoll.node.trainer import TrainerProcess
+from atoll.protocol.messages import Span
+async def main():
+    island = await TrainerProcess.start(ModelConfig.from_table({}), DataConfig(), InnerConfig(), 50, 10, device="cpu")
+    island.lease([Span(0, 10**9)])
+    await island.resume(reload=True, spent=1, outer_step=0)
+    print(island.pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_child_ends_when_its_parent_is_killed(stopped: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT)], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert os.getsid(child) == child
+        os.kill(child, signal.SIGINT)
+        if stopped:
+            os.kill(child, signal.SIGSTOP)
+        assert _alive(child), "Ctrl-C is the parent's business"
+        parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 10
+    while _alive(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

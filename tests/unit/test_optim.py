@@ -1,0 +1,93 @@
+"""Learning rates along the run, and Muon."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from atoll.node.config import InnerConfig, ModelConfig
+from atoll.node.model import Transformer
+from atoll.node.optim import InnerOptimizer, Muon, orthogonalise, progress_of_run, rate
+from atoll.node.specs import count_parameters
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear"])
+def test_rate_rises_then_falls_to_its_end(decay: str) -> None:
+    config = InnerConfig.from_table({"warmup": 0.1, "decay": decay, "final_lr": 0.2})
+    values = [rate(config, p) for p in np.linspace(0, 1, 101)]
+    assert 0 < values[0] < 0.1
+    assert values[10] == pytest.approx(1)
+    assert values[100] == rate(config, 7.0) == pytest.approx(0.2)
+    assert values[:11] == sorted(values[:11])
+    assert values[10:] == sorted(values[10:], reverse=True)
+
+
+def test_rate_without_warmup_starts_at_its_peak() -> None:
+    assert rate(InnerConfig(warmup=0.0), 0.0) == 1.0
+
+
+def test_progress_follows_the_run_and_waits_at_the_end_of_a_round() -> None:
+    assert progress_of_run(0, 0, 50, 10) == 0
+    assert progress_of_run(3, 25, 50, 10) == pytest.approx(0.35)
+    assert progress_of_run(3, 500, 50, 10) == pytest.approx(0.4)
+    assert progress_of_run(12, 0, 50, 10) == 1
+
+
+@pytest.mark.parametrize(("small", "large"), [(16, 16), (16, 40), (1, 8)])
+def test_orthogonalise_levels_the_singular_values(small: int, large: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, small, large)
+    y = orthogonalise(x)
+    values = torch.linalg.svdvals(y)
+    assert values.min() > 0.3
+    assert values.max() < 1.3
+    u, _, vh = torch.linalg.svd(x, full_matrices=False)
+    assert torch.nn.functional.cosine_similarity(y.flatten(1), (u @ vh).flatten(1)).min() > 0.9
+
+
+def test_a_zero_gradient_stays_zero() -> None:
+    assert torch.equal(orthogonalise(torch.zeros(1, 4, 6)), torch.zeros(1, 4, 6))
+
+
+def test_muon_handles_stacked_matrices_like_separate_ones() -> None:
+    torch.manual_seed(1)
+    config = InnerConfig()
+    first, second = torch.randn(8, 12), torch.randn(20, 12)
+    joined = nn.Parameter(torch.cat([first, second]))
+    apart = [nn.Parameter(first.clone()), nn.Parameter(second.clone())]
+    together, separate = Muon([(joined, (8, 20))], config), Muon([(p, (len(p),)) for p in apart], config)
+    for _ in range(3):
+        gradient = torch.randn(28, 12)
+        joined.grad = gradient.clone()
+        apart[0].grad, apart[1].grad = gradient[:8].clone(), gradient[8:].clone()
+        together.step(0.05)
+        separate.step(0.05)
+    torch.testing.assert_close(joined.detach(), torch.cat([p.detach() for p in apart]))
+    assert not torch.equal(joined.detach()[:8], first)
+
+
+def test_muon_moves_against_the_gradient_at_its_rate() -> None:
+    parameter = nn.Parameter(torch.zeros(16, 16))
+    parameter.grad = torch.randn(16, 16)
+    Muon([(parameter, (16,))], InnerConfig()).step(0.1)
+    assert float((parameter.detach() * parameter.grad).sum()) < 0
+    # an orthogonal matrix of n rows has norm √n
+    assert float(parameter.detach().norm()) == pytest.approx(0.1 * 4, rel=0.3)
+
+
+def test_weight_decay_spares_embedding_norms_and_head() -> None:
+    model = ModelConfig.from_table({"width": 16, "heads": 2, "kv_heads": 2, "ffn": 16, "layers": 1, "context": 8})
+    for name in ("muon", "adamw"):
+        transformer = Transformer(model, torch.ones(count_parameters(model)))
+        optimizer = InnerOptimizer(
+            transformer, InnerConfig.from_table({"optimizer": name, "weight_decay": 1.0, "warmup": 0.0})
+        )
+        for parameter in transformer.named.values():
+            parameter.grad = torch.zeros_like(parameter)
+        assert optimizer.step(0.0)
+        for n, parameter in transformer.named.items():
+            decayed = parameter.dim() == 2 and n not in ("embedding", "head")
+            assert bool((parameter < 1).all()) == decayed, n
+            assert parameter.grad is None
