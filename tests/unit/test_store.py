@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runchain import Run
 from safetensors.numpy import load_file
 
 from atoll.protocol.commits import START
@@ -20,6 +19,8 @@ from atoll.protocol.errors import CheckpointError, DiskFull, ResourceError, Stat
 from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.messages import GENESIS, NO_DIGEST
 from atoll.protocol.store import Loaded, Store
+
+from .runchain import Run
 
 RUN = Run()
 CHAIN = RUN.chain(12)
