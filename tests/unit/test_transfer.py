@@ -603,3 +603,48 @@ def test_the_manifest_comes_from_its_address_alone() -> None:
 def test_genesis_is_no_head_to_fetch() -> None:
     assert START.head == GENESIS
     assert World(a=empty()).fetch(empty()) is None
+
+
+# --- the network's own faults
+
+
+def on_slow_links(world: World, fault: Callable[[World], None], at: float) -> tuple[Plan | None, Store, str]:
+    """Fetch with 4 kB/s for each donor, so that the transfer takes seconds; ``fault`` strikes on the way."""
+    store = empty()
+
+    async def program(transport: Transport, fetcher: Fetcher, donors: list[PeerId]) -> Plan | None:
+        world.network.at(transport.now() + at, lambda: fault(world))
+        return await fetcher.fetch_into(store, donors, GENESIS)
+
+    plan = world.run(program)
+    return plan, store, world.network.trace.hexdigest()
+
+
+def crash(world: World) -> None:
+    world.network.hosts["a"].crash(power_cut=True)
+
+
+def kill(world: World) -> None:
+    world.network.hosts["a"].crash()
+
+
+def freeze(world: World) -> None:
+    world.network.hosts["a"].freeze()
+
+
+@pytest.mark.parametrize("fault", [crash, kill, freeze])
+@pytest.mark.parametrize("at", [0.01, 0.1, 0.3, 0.6, 1.0])
+def test_a_donor_that_dies_at_any_moment(fault: Callable[[World], None], at: float) -> None:
+    def make() -> World:
+        slow = Limits(rate=4000.0, burst=100.0)
+        return World(
+            a=lambda transport: Donor(transport, filled(), limits=slow),
+            b=lambda transport: Donor(transport, filled(), limits=slow),
+        )
+
+    world = make()
+    plan, store, trace = on_slow_links(world, fault, at)
+    assert plan is not None
+    arrived(store)
+    assert set(world.reports) <= {"a"}
+    assert on_slow_links(make(), fault, at)[2] == trace, "one seed, one run"
