@@ -130,7 +130,8 @@ def random_faults(
 ) -> list[Fault]:
     """Faults of ``kinds`` on random hosts, ``every`` seconds on average, each undone after ``down`` seconds.
 
-    How long they last is log-uniform. ``slow`` divides by 2 to 50, ``clock`` jumps by up to an hour either way, ``cut`` splits a random half off.
+    How long they last is log-uniform. ``slow`` divides by 2 to 50, ``clock`` jumps by up to an hour either way,
+    ``cut`` splits a random half off.
     """
     faults = []
     now = start + rng.expovariate(1 / every)
