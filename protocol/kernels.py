@@ -11,7 +11,8 @@ import ctypes
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,17 @@ def warm_up() -> str:
             _active = _compiled() if _allow_numba else NUMPY
             _warm = True
         return _active.name
+
+
+@contextmanager
+def using(kernels: Kernels) -> Iterator[None]:
+    """Use these kernels within, in all threads of the process (tests and benchmarks compare implementations so)."""
+    global _active
+    before, _active = _active, kernels
+    try:
+        yield
+    finally:
+        _active = before
 
 
 def _compiled() -> Kernels:

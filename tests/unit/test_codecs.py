@@ -1,0 +1,361 @@
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Iterator
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as nps
+from numpy.typing import NDArray
+
+from atoll.protocol import kernels
+from atoll.protocol.codecs import CODECS, MAX_MAGNITUDE, MAX_WEIGHT, Codec, get_codec
+from atoll.protocol.errors import ConfigError, NonFinite, PeerMisbehaved
+
+Floats = NDArray[np.float32]
+NAMES = list(CODECS)
+LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 1000, 4096)
+
+
+@functools.cache
+def compiled() -> kernels.Kernels:
+    return kernels.compile_kernels(cache=True)
+
+
+@pytest.fixture(params=["numpy", "numba"])
+def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    with kernels.using(kernels.NUMPY if request.param == "numpy" else compiled()):
+        yield
+
+
+@pytest.fixture(params=NAMES)
+def codec(request: pytest.FixtureRequest) -> Codec:
+    return get_codec(request.param)
+
+
+def single(value: float) -> float:
+    return float(np.float32(value))
+
+
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**64), max_value=2.0**64)
+vectors = nps.arrays(
+    np.float32,
+    st.integers(1, 200),
+    elements=st.one_of(finite, st.floats(-1, 1, width=32), st.floats(-(2.0**-120), 2.0**-120, width=32)),
+    fill=st.sampled_from([0.0, -0.0, 1e-40, 1.0, 3e-6]),
+)
+
+
+def special() -> dict[str, Floats]:
+    """Vectors that have broken quantizers before."""
+    found: dict[str, Floats] = {}
+    for n in LENGTHS:
+        rng = np.random.default_rng(n)
+        found[f"normal{n}"] = rng.standard_normal(n).astype(np.float32) * np.float32(1e-3)
+        found[f"zeros{n}"] = np.zeros(n, np.float32)
+        found[f"constant{n}"] = np.full(n, -0.1, np.float32)
+        found[f"subnormal{n}"] = (rng.standard_normal(n) * 1e-40).astype(np.float32)
+        found[f"smallest{n}"] = np.full(n, 1e-45, np.float32)
+        found[f"huge{n}"] = np.full(n, MAX_MAGNITUDE, np.float32)
+        found[f"outlier{n}"] = np.where(np.arange(n) % 64 == 5, 1e6, rng.standard_normal(n)).astype(np.float32)
+        found[f"probe{n}"] = kernels.probe(n)
+    found["negative zero"] = np.full(70, -0.0, np.float32)
+    found["halves"] = (np.arange(-127, 128) / 2).astype(np.float32)
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
+    found["every half"] = np.concatenate([halves, -halves])
+    found["between halves"] = ((halves[1:].astype(np.float64) + halves[:-1]) / 2).astype(np.float32)
+    found["just off"] = np.nextafter(found["between halves"], np.float32(0))
+    found["just above"] = np.nextafter(found["between halves"], np.float32(1e9))
+    found["around the largest half"] = np.array([65503, 65504, 65519.99, 65520, 65536, 1e9, -7e4], np.float32)
+    return found
+
+
+SPECIAL = special()
+
+
+def decoded(codec: Codec, payload: bytes | bytearray | memoryview, n: int) -> Floats:
+    out = np.full(n, np.nan, np.float32)
+    codec.decode(payload, n, out)
+    return out
+
+
+def check_error(codec: Codec, values: Floats, back: Floats) -> None:
+    exact, got = values.astype(np.float64), back.astype(np.float64)
+    error = np.abs(exact - got)
+    if codec.lossless:
+        assert back.tobytes() == values.tobytes()
+    elif codec.name == "float16":
+        inside = np.abs(exact) <= 65504
+        assert (error <= np.maximum(2.0**-25, np.abs(exact) * 2.0**-11))[inside].all()
+        assert (np.abs(got) == 65504)[~inside].all()
+        assert (np.sign(got) == np.sign(exact))[~inside].all()
+    else:
+        for start in range(0, values.size, 64):
+            worst = np.abs(exact[start : start + 64]).max()
+            # half a step; the step is the largest magnitude over 127, rounded up by at most 2^-7 of itself
+            bound = worst / 127 / 2 * (1 + 2.0**-7) + 2.0**-133
+            assert error[start : start + 64].max() <= bound * (1 + 1e-6)
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("name", SPECIAL)
+def test_round_trip_of_special_vectors(codec: Codec, name: str) -> None:
+    values = SPECIAL[name]
+    before = values.tobytes()
+    payload = codec.encode(values)
+    assert values.tobytes() == before
+    assert len(payload) == codec.encoded_size(values.size)
+    check_error(codec, values, decoded(codec, payload, values.size))
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_both_implementations_write_and_read_the_same_bytes(codec: Codec, name: str) -> None:
+    compare(codec, SPECIAL[name], 123.456)
+
+
+def compare(codec: Codec, values: Floats, weight: float) -> None:
+    found = []
+    for implementation in (kernels.NUMPY, compiled()):
+        with kernels.using(implementation):
+            payload = codec.encode(values)
+            into = values[::-1].copy()
+            codec.accumulate(payload, weight, into)
+            found.append((bytes(payload), decoded(codec, payload, values.size).tobytes(), into.tobytes()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(values=vectors, weight=st.floats(0, MAX_WEIGHT))
+@settings(max_examples=150, deadline=None)
+@example(values=np.array([65520], np.float32), weight=1.0)
+def test_any_vector(name: str, values: Floats, weight: float) -> None:
+    codec = get_codec(name)
+    compare(codec, values, weight)
+    payload = codec.encode(values)
+    back = decoded(codec, payload, values.size)
+    check_error(codec, values, back)
+    into = np.arange(values.size, dtype=np.float32)
+    expected = into + np.float32(weight) * back
+    codec.accumulate(payload, weight, into)
+    assert into.tobytes() == expected.tobytes()
+    assert np.isfinite(into).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data(), n=st.integers(1, 200))
+@settings(max_examples=150, deadline=None)
+def test_any_bytes_are_read_or_refused_alike(name: str, data: st.DataObject, n: int) -> None:
+    codec = get_codec(name)
+    payload = data.draw(st.binary(min_size=codec.encoded_size(n), max_size=codec.encoded_size(n)))
+    found: list[bytes | None] = []
+    for implementation in (kernels.NUMPY, compiled()):
+        with kernels.using(implementation):
+            into = np.ones(n, np.float32)
+            try:
+                codec.accumulate(payload, 3.0, into)
+            except PeerMisbehaved:
+                assert (into == 1).all()
+                found.append(None)
+            else:
+                assert np.isfinite(into).all()
+                found.append(into.tobytes())
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_int8_by_the_book() -> None:
+    """Scale and levels against exact rational arithmetic."""
+    values = np.concatenate([kernels.probe(64 * 40 + 9, 3), SPECIAL["normal1000"], SPECIAL["subnormal129"]])
+    payload = bytes(get_codec("int8").encode(values))
+    n, blocks = values.size, -(-values.size // 64)
+    assert len(payload) == n + 2 * blocks
+    for block in range(blocks):
+        part = [Fraction(float(v)) for v in values[block * 64 : block * 64 + 64]]
+        worst = max(abs(v) for v in part)
+        quotient = np.float32(float(worst)) / np.float32(127)
+        (bits,) = struct.unpack_from("<H", payload, 2 * block)
+        scale = Fraction(struct.unpack("<f", struct.pack("<I", bits << 16))[0])
+        below = Fraction(struct.unpack("<f", struct.pack("<I", max(bits - 1, 0) << 16))[0])
+        assert scale >= Fraction(float(quotient))
+        assert below < Fraction(float(quotient)) or bits == 0
+        for i, value in enumerate(part):
+            level = struct.unpack_from("b", payload, 2 * blocks + block * 64 + i)[0]
+            if scale == 0:
+                assert level == 0
+                continue
+            ratio = value / scale
+            if abs(ratio - math.floor(ratio) - Fraction(1, 2)) > Fraction(1, 2**16):  # else float32 division decides
+                assert level == round(ratio)
+            assert abs(level - ratio) <= Fraction(1, 2) + Fraction(1, 2**16)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_vectors_of_the_specification() -> None:
+    """Those of docs/wire/codecs.md."""
+
+    def encoded(name: str, *values: float) -> str:
+        return bytes(get_codec(name).encode(np.array(values, np.float32))).hex()
+
+    long = [1.0, -1.0, 0.5, 0.00390625, -0.00390625, 0.01171875, *[0.0] * 58, 3e-6, -1e-6]
+    assert encoded("int8", *long) == "023ccb32" + "7e823f000001" + "00" * 58 + "7fd6"
+    assert encoded("int8", 127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5) == "803f" + "7f00020200fefe7e"
+    assert encoded("int8", 1e-38, -5e-39, 1e-40) == "0100" + "6dca01"
+    assert encoded("int8", 1e-45, 0) == "0000" + "0000"
+    assert encoded("int8", 2.0**64, 1e-40) == "025c" + "7e00"
+    tiny = 2.0**-24
+    found = encoded("float16", 65504, 65520, 1e9, -7e4, tiny, tiny / 2, 3 * tiny / 2, -1e-9, 1e-6, 3e-6)
+    assert found == "ff7bff7bff7bfffb010000000200008011003200"
+    assert encoded("float32", 1.0, -1.0, 3e-6) == "0000803f000080bf9c534936"
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_int8_rounds_half_to_even() -> None:
+    values = np.array([127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, -126.5], np.float32)  # scale 1
+    levels = np.frombuffer(get_codec("int8").encode(values), np.int8)[2:]
+    assert levels.tolist() == [127, 0, 2, 2, 0, -2, -2, 126, -126]
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("amplitude", [1e-30, 1e-7, 1e-3, 1.0, 1e6, 1e15])
+def test_int8_is_as_accurate_at_any_amplitude(amplitude: float) -> None:
+    values = np.random.default_rng(1).standard_normal(64 * 512).astype(np.float32) * np.float32(amplitude)
+    codec = get_codec("int8")
+    back = decoded(codec, codec.encode(values), values.size)
+    relative = np.linalg.norm((back - values).astype(np.float64)) / np.linalg.norm(values.astype(np.float64))
+    assert 0.0045 < relative < 0.0065
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_float16_by_the_book() -> None:
+    codec = get_codec("float16")
+    for name in ("every half", "between halves", "just off", "just above"):
+        values = SPECIAL[name]
+        expected = b"".join(struct.pack("<e", max(-65504.0, min(65504.0, float(v)))) for v in values)
+        assert bytes(codec.encode(values)) == expected
+        assert decoded(codec, expected, values.size).tolist() == [x for (x,) in struct.iter_unpack("<e", expected)]
+    assert bytes(codec.encode(SPECIAL["around the largest half"])) == bytes.fromhex("ff7bff7bff7bff7bff7bff7bfffb")
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1.9e19, -3.4e38])
+@pytest.mark.parametrize("n", [1, 64, 65, 200])
+def test_numbers_of_a_diverged_training_are_not_sent(codec: Codec, bad: float, n: int) -> None:
+    for place in {0, n // 2, n - 1}:
+        values = np.ones(n, np.float32)
+        values[place] = bad
+        with pytest.raises(NonFinite, match="diverged"):
+            codec.encode(values)
+
+
+def poison() -> list[tuple[str, bytes]]:
+    """Payloads of 65 values that no encoder writes."""
+    found = []
+    good = bytes(get_codec("float32").encode(np.ones(65, np.float32)))
+    for bad in (math.nan, math.inf, -math.inf, 1.9e19):
+        for place in (0, 64):
+            found.append(("float32", good[: 4 * place] + struct.pack("<f", bad) + good[4 * place + 4 :]))
+    good = bytes(get_codec("float16").encode(np.ones(65, np.float32)))
+    for bits in (0x7C00, 0xFC00, 0x7C01, 0xFFFF):
+        for place in (0, 64):
+            found.append(("float16", good[: 2 * place] + struct.pack("<H", bits) + good[2 * place + 2 :]))
+    good = bytes(get_codec("int8").encode(np.ones(65, np.float32)))
+    for bits in (0x7F80, 0x7FC0, 0xFF80, 0x8000, 0xBC02, 0x5C80, 0x7F7F):
+        for block in (0, 1):
+            found.append(("int8", good[: 2 * block] + struct.pack("<H", bits) + good[2 * block + 2 :]))
+    for place in (0, 63, 64):
+        found.append(("int8", good[: 4 + place] + b"\x80" + good[5 + place :]))
+    return found
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize(("name", "payload"), poison())
+def test_poison_is_refused_before_anything_is_written(name: str, payload: bytes) -> None:
+    codec = get_codec(name)
+    into = np.full(65, 7, np.float32)
+    for call in (
+        lambda: codec.validate(payload, 65),
+        lambda: codec.decode(payload, 65, into),
+        lambda: codec.accumulate(payload, 2.0, into),
+    ):
+        with pytest.raises(PeerMisbehaved):
+            call()
+    assert (into == 7).all()
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_payloads_of_another_length_are_refused(codec: Codec) -> None:
+    payload = bytes(codec.encode(np.ones(65, np.float32)))
+    into = np.zeros(65, np.float32)
+    for wrong in (b"", payload[:-1], payload + b"\0"):
+        with pytest.raises(PeerMisbehaved, match="bytes"):
+            codec.decode(wrong, 65, into)
+        with pytest.raises(PeerMisbehaved, match="bytes"):
+            codec.accumulate(wrong, 1.0, into)
+    assert not into.any()
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+def test_payloads_may_begin_anywhere(codec: Codec, offset: int) -> None:
+    values = SPECIAL["probe1000"]
+    size = codec.encoded_size(1000)
+    buffer = bytearray(b"\xaa" * (size + 8))
+    written = codec.encode(values, memoryview(buffer)[offset:])
+    assert isinstance(written, memoryview)
+    assert written.nbytes == size
+    payload = bytes(codec.encode(values))
+    assert bytes(written) == payload
+    assert bytes(buffer) == b"\xaa" * offset + payload + b"\xaa" * (8 - offset)
+    back = decoded(codec, memoryview(buffer)[offset : offset + size], 1000)
+    assert back.tobytes() == decoded(codec, payload, 1000).tobytes()
+    sums = [np.ones(1000, np.float32) for _ in range(2)]
+    codec.accumulate(memoryview(bytes(buffer))[offset : offset + size], 5, sums[0])
+    codec.accumulate(payload, 5, sums[1])
+    assert sums[0].tobytes() == sums[1].tobytes()
+
+
+def test_a_sum_of_the_largest_contributions_stays_finite(codec: Codec) -> None:
+    payload = codec.encode(np.full(64, MAX_MAGNITUDE, np.float32))
+    into = np.zeros(64, np.float32)
+    for _ in range(256):
+        codec.accumulate(payload, MAX_WEIGHT, into)
+    assert np.isfinite(into).all()
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, 2.0**54])
+def test_nonsense_weights_are_refused(codec: Codec, weight: float) -> None:
+    into = np.zeros(4, np.float32)
+    with pytest.raises(ValueError, match="weight"):
+        codec.accumulate(codec.encode(into), weight, into)
+
+
+def test_wrong_arrays_are_refused(codec: Codec) -> None:
+    good = np.ones(8, np.float32)
+    payload = codec.encode(good)
+    frozen = good.copy()
+    frozen.flags.writeable = False
+    codec.encode(frozen)
+    for wrong in (good.astype(np.float64), good.reshape(2, 4), np.ones(16, np.float32)[::2], good[:0]):
+        with pytest.raises(ValueError, match="expected"):
+            codec.encode(wrong)
+        with pytest.raises(ValueError, match="expected"):
+            codec.decode(payload, 8, wrong)
+    for into in (frozen, np.ones(9, np.float32)):
+        with pytest.raises(ValueError, match="expected"):
+            codec.decode(payload, 8, into)
+    with pytest.raises(ValueError, match="expected"):
+        codec.accumulate(payload, 1.0, frozen)
+    with pytest.raises(ValueError, match="takes"):
+        codec.encode(good, bytearray(codec.encoded_size(8) - 1))
+
+
+def test_unknown_codecs_are_named() -> None:
+    with pytest.raises(ConfigError, match="int8"):
+        get_codec("int9")
+    assert {codec.lossless for codec in CODECS.values() if codec.name == "float32"} == {True}
+    assert all(codec.version == 1 for codec in CODECS.values())
