@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from .config import DataConfig, ModelConfig
 
-BATCH_TOKENS = 8192
+BATCH_TOKENS = 4096
 """Tokens that go through the model at once; larger batches are no faster on a CPU."""
 
 

@@ -24,7 +24,7 @@ def _size(width: int, layers: int, heads: int, kv_heads: int, ffn: int, context:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "demo": _size(64, 2, 4, 4, 176, 64),
+    "demo": _size(96, 2, 3, 3, 256, 128),
     "tiny": _size(128, 4, 4, 4, 344, 128),
     "10m": _size(320, 8, 5, 5, 864, 512),
     "60m": _size(640, 12, 10, 10, 1728, 1024),
