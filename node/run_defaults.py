@@ -1,0 +1,205 @@
+"""What a manifest's author need not write: derived fields, and what is usual for the rest.
+
+``atoll manifest new`` and ``atoll swarm`` make manifests here, ``manifest sign`` completes hand-written ones, and
+``manifest check`` compares what stands in one with what it must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.protocol.errors import DataError, ManifestError
+from atoll.protocol.manifest import PROTOCOL, Manifest, suggested_chunk
+
+from .config import DataConfig, InnerConfig, ModelConfig
+from .presets import DEFAULT_PRESET
+
+CAP_ROUNDS = 8
+"""A contribution weighs at most the tokens of this many rounds: who returns after a long time alone does not swamp
+the average."""
+LEASE_ROUNDS = 2
+"""A newcomer is leased the samples of this many rounds."""
+LEASE_GROWTH = 4
+"""The largest lease, in first leases: four devices' worth of speed between slowest and fastest, or a lost round."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The node's tables of a manifest, typed."""
+
+    model: ModelConfig
+    data: DataConfig
+    inner: InnerConfig
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> Tables:
+        """Raises :class:`ManifestError`, naming what is wrong in all three in one line."""
+        found: list[Any] = []
+        problems = []
+        for name, kind in (("model", ModelConfig), ("data", DataConfig), ("inner", InnerConfig)):
+            table = raw.get(name, {})
+            if not isinstance(table, Mapping):
+                problems.append(f"{name}: expected a table, found {table!r}")
+                continue
+            try:
+                found.append(kind.from_table(table))
+            except ManifestError as error:
+                problems.append(str(error))
+        if problems:
+            raise ManifestError("; ".join(problems))
+        return cls(*found)
+
+
+def new_manifest(
+    name: str = "demo",
+    *,
+    preset: str = DEFAULT_PRESET,
+    data: str | Path = "stdlib",
+    optimizer: str | None = None,
+    lr: float | None = None,
+    batch: int | None = None,
+    seed: int | None = None,
+    inner_steps: int | None = None,
+    quorum: int | None = None,
+    codec: str | None = None,
+    rounds: int | None = None,
+    model: Mapping[str, Any] | None = None,
+    inner: Mapping[str, Any] | None = None,
+    **sections: Mapping[str, Any],
+) -> Manifest:
+    """A complete, unsigned manifest. What is left out is as usual.
+
+    data: ``"stdlib"``, or a folder or file of text.
+    lr: peak rate of the chosen optimizer (Muon's rate of the matrices, or AdamW's).
+    model, inner, sections (round, outer, codec, state, budget, access): further fields of these tables.
+
+    Raises:
+        ManifestError: a field is wrong.
+        DataError: there is no usable text.
+    """
+    source = {"source": "stdlib"} if str(data) == "stdlib" else {"source": "text", "path": str(data)}
+    rates = dict(inner or {})
+    optimizer = optimizer if optimizer is not None else rates.get("optimizer")
+    raw: dict[str, Any] = {
+        "name": name,
+        "model": _given(preset=preset, seed=seed) | dict(model or {}),
+        "data": source,
+        "inner": rates | _given(optimizer=optimizer, batch=batch, **{_rate(optimizer): lr}),
+        "round": _given(inner_steps=inner_steps, quorum=quorum),
+        "codec": _given(name=codec),
+        "budget": _given(rounds=rounds),
+    }
+    for key, values in sections.items():
+        raw[key] = {**raw.get(key, {}), **values}
+    return Manifest.from_dict(complete(raw))
+
+
+def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """``raw`` with every field that is missing: derived from the others, or as usual. What is there stays.
+
+    ``name`` is never made up. Raises as :func:`new_manifest`; fields of the protocol's own tables are not validated
+    here, and what depends on a wrong one is left out.
+    """
+    full: dict[str, Any] = {"protocol": PROTOCOL, **raw}
+    tables = Tables.of(full)
+    if tables.data.files is None:
+        from .data import pin
+
+        tables = Tables(tables.model, pin(tables.data), tables.inner)
+    full["model"] = {**tables.model.to_table(), **full.get("model", {})}
+    full["data"] = {**tables.data.to_table(), **full.get("data", {})}
+    full["inner"] = {**tables.inner.to_table(), **full.get("inner", {})}
+    for section, usual in Manifest.SUGGESTED.items():
+        if isinstance(full.setdefault(section, {}), Mapping):
+            full[section] = {**usual, **full[section]}
+    if isinstance(full["round"], dict):
+        _complete_round(full["round"], tables)
+    if isinstance(full["state"], dict):
+        _complete_state(full["state"], tables.model)
+    return full
+
+
+def _complete_round(section: dict[str, Any], tables: Tables) -> None:
+    steps = section["inner_steps"]
+    if isinstance(steps, int) and steps > 0:
+        units = steps * tables.inner.batch
+        section.setdefault("weight_cap", CAP_ROUNDS * units * tables.model.context)
+        section.setdefault("first_lease", LEASE_ROUNDS * units)
+    first = section.get("first_lease")
+    if isinstance(first, int):
+        section.setdefault("max_lease", LEASE_GROWTH * first)
+
+
+def _complete_state(section: dict[str, Any], model: ModelConfig) -> None:
+    from .specs import count_parameters
+
+    parameters = count_parameters(model)
+    section.setdefault("parameters", parameters)
+    section.setdefault("chunk", suggested_chunk(parameters))
+    chunk = section["chunk"]
+    if "theta0" not in section and isinstance(chunk, int) and chunk > 0:
+        section["theta0"] = initial_digest(model, chunk)
+
+
+def initial_digest(model: ModelConfig, chunk: int) -> str:
+    """Digest (hex) of the state that a run of ``model`` starts from. Takes eight bytes of memory a parameter."""
+    from atoll.protocol.layout import ChunkLayout
+    from atoll.protocol.state import GlobalState
+    from atoll.protocol.theta0 import theta0
+
+    from .specs import tensor_specs
+
+    params = theta0(model.seed, tensor_specs(model))
+    return GlobalState.fresh(ChunkLayout(params.size, chunk), params).digest().hex()
+
+
+def verify(manifest: Manifest) -> Tables:
+    """Check what the protocol cannot: the node's tables, and the fields derived from them.
+
+    Raises :class:`ManifestError` naming every contradiction. Does not look at the training data (:func:`data_here`).
+    """
+    from .specs import count_parameters
+
+    tables = Tables.of(manifest.model_dump())
+    problems = []
+    parameters = count_parameters(tables.model)
+    state, round_ = manifest.state, manifest.round
+    if state.parameters != parameters:
+        problems.append(f"state.parameters: the model has {parameters}, found {state.parameters}")
+    else:
+        digest = initial_digest(tables.model, state.chunk)
+        if state.theta0 != digest:
+            problems.append(f"state.theta0: the model's initial state has the digest {digest}, found {state.theta0}")
+    units = round_.inner_steps * tables.inner.batch
+    if round_.max_lease < units:
+        problems.append(
+            f"round.max_lease = {round_.max_lease} is below inner_steps × batch = {units}: no peer could ever finish "
+            "its inner steps"
+        )
+    if tables.data.files is None:
+        problems.append("data.files: missing; expected the hash of the files, for all peers must train on the same")
+    if problems:
+        raise ManifestError("; ".join(problems))
+    return tables
+
+
+def data_here(config: DataConfig, context: int) -> str | None:
+    """Why this machine could not train on the pinned data; None when it could."""
+    from .data import load
+
+    try:
+        load(config, context)
+    except DataError as error:
+        return str(error)
+    return None
+
+
+def _rate(optimizer: str | None) -> str:
+    return "adamw_lr" if optimizer == "adamw" else "lr"
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
