@@ -36,6 +36,10 @@ _CLOSE_LIMIT = 1_000
 _GOODBYE = 60.0
 
 
+class _Gone(GeneratorExit):
+    """Raised into code of the dead that is being closed when it asks the loop for anything."""
+
+
 def current_process() -> SimProcess | None:
     """The simulated process whose code is running, or None (a test's own code, the network)."""
     return _PROCESS.get()
@@ -84,13 +88,14 @@ class SimHandle(asyncio.TimerHandle):
 class SimTask(asyncio.Task[Any]):
     """A task that hashes by its serial number in its loop."""
 
-    __slots__ = ("process", "serial")
+    __slots__ = ("context", "process", "serial")
 
     def __init__(
         self, coroutine: Any, loop: SimLoop, name: object, context: Context | None, serial: int, **options: Any
     ) -> None:
         self.serial = serial
-        self.process = _PROCESS.get() if context is None else context.get(_PROCESS)
+        self.context = context = copy_context() if context is None else context
+        self.process = context.get(_PROCESS)
         super().__init__(
             coroutine, loop=loop, name=f"task-{serial}" if name is None else str(name), context=context, **options
         )
@@ -190,9 +195,10 @@ class SimLoop(asyncio.AbstractEventLoop):
         return self.clock
 
     def call_soon(self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None) -> SimHandle:
+        if self._muted:
+            raise _Gone
         handle = SimHandle(callback, args, self, copy_context() if context is None else context)
-        if not self._muted:
-            self._ready.append(handle)
+        self._ready.append(handle)
         return handle
 
     def call_soon_threadsafe(
@@ -220,11 +226,12 @@ class SimLoop(asyncio.AbstractEventLoop):
         return handle
 
     def _schedule(self, when: float, handle: SimHandle) -> None:
+        if self._muted:
+            raise _Gone
         handle.time = when
         handle.loop = self
-        if not self._muted:
-            self._sequence += 1
-            heapq.heappush(self._timers, (when, self._sequence, handle))
+        self._sequence += 1
+        heapq.heappush(self._timers, (when, self._sequence, handle))
 
     def _timer_cancelled(self) -> None:
         self._cancelled_timers += 1
@@ -262,6 +269,8 @@ class SimLoop(asyncio.AbstractEventLoop):
     # -- futures and tasks
 
     def create_future(self) -> asyncio.Future[Any]:
+        if self._muted:
+            raise _Gone
         future = SimFuture(loop=self)
         self._serial = future.serial = self._serial + 1
         return future
@@ -274,9 +283,12 @@ class SimLoop(asyncio.AbstractEventLoop):
         context: Context | None = None,
         **options: Any,
     ) -> asyncio.Task[T]:
+        if self._muted:
+            coro.close()
+            raise _Gone
         self._serial += 1
         task = SimTask(coro, self, name, context, self._serial, **options)
-        if self._muted or (task.process is not None and task.process.state == DEAD):
+        if task.process is not None and task.process.state == DEAD:
             self._graveyard.append(task)
         return task
 
@@ -401,8 +413,12 @@ class SimLoop(asyncio.AbstractEventLoop):
         return "".join("\n" + line for line in lines)
 
     def _finalize_generator(self, generator: Any) -> None:
-        if not self._closed:
+        if not (self._muted or self._closed):
             self.create_task(generator.aclose())
+            return
+        closing = generator.aclose()
+        with contextlib.suppress(BaseException):
+            closing.send(None)
 
     def stop(self) -> None:
         self._stopping = True
@@ -450,34 +466,46 @@ class SimLoop(asyncio.AbstractEventLoop):
                 assert error is not None
                 self.defects.append(error)
         self._watched.clear()
+        self._empty_graveyard()
+        # Exceptions that nobody retrieved are reported when their task is collected.
+        gc.collect()
+
+    def _empty_graveyard(self) -> None:
+        """Close the coroutines of the dead, at the end of everything.
+
+        Python does not let go of a suspended coroutine without running its ``finally`` blocks. Nothing that they
+        await or schedule is done: the loop raises :class:`_Gone` into them, which no ``except Exception`` catches.
+        """
+        for task in self._graveyard:
+            asyncio.Future.cancel(task)  # done, so whoever awaits it in a ``finally`` goes on at once
         self._muted = True
         events._set_running_loop(self)
         try:
             with warnings.catch_warnings():
                 # A coroutine that a dying frame had made and not yet awaited.
                 warnings.filterwarnings("ignore", message="coroutine .* was never awaited", category=RuntimeWarning)
-                self._empty_graveyard()
+                while self._graveyard:
+                    self._close_coroutine(self._graveyard.pop())
         finally:
             events._set_running_loop(None)
-        # Exceptions that nobody retrieved are reported when their task is collected.
-        self._muted = False
-        gc.collect()
+            self._muted = False
+            self._ready.clear()
 
-    def _empty_graveyard(self) -> None:
-        """Close the coroutines of the dead, with the loop muted: what their ``finally`` blocks ask for is ignored."""
-        while self._graveyard:
-            task = self._graveyard.pop()
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
-            coroutine: Any = task.get_coro()
+    def _close_coroutine(self, task: SimTask) -> None:
+        coroutine: Any = task.get_coro()
+        asyncio.tasks._enter_task(self, task)
+        try:
             for _ in range(_CLOSE_LIMIT):
                 try:
-                    coroutine.close()
+                    task.context.run(coroutine.close)
                     break
                 except RuntimeError as error:
                     if "ignored GeneratorExit" not in str(error):
                         break
                 except BaseException:
                     break
+        finally:
+            asyncio.tasks._leave_task(self, task)
 
     # -- the rest of the interface
 

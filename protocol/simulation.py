@@ -234,6 +234,7 @@ class SimTransport(Transport):
 
     async def pause(self, seconds: float) -> bool:
         """Sleep; then whether this transport is still in use. Never returns in a dead process."""
+        await self._alive()
         await asyncio.sleep(seconds)
         await self._alive()
         return not self.closed
@@ -313,6 +314,7 @@ class SimTransport(Transport):
 
     async def offload(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Waits the virtual seconds that ``SimNetwork.offload_seconds`` names, then runs ``function`` here."""
+        await self._alive()
         cost = self.host.network.offload_seconds
         await asyncio.sleep(0.0 if cost is None else cost(function, args, kwargs))
         await self._alive()

@@ -312,6 +312,43 @@ def test_a_killed_process_runs_nothing_ever_again() -> None:
     run(main())  # and no warning about tasks destroyed or coroutines never awaited
 
 
+def test_the_end_of_a_run_does_not_look_like_an_error_to_the_dead() -> None:
+    seen: list[str] = []
+
+    async def child() -> None:
+        await asyncio.Event().wait()
+
+    async def awaits_in_its_finally() -> None:
+        task = asyncio.create_task(child())
+        try:
+            await asyncio.Event().wait()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            async with asyncio.timeout(1):
+                await asyncio.sleep(0.5)
+            await asyncio.create_task(child())
+
+    async def body() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(awaits_in_its_finally())
+                await awaits_in_its_finally()
+        except Exception as error:
+            seen.append(repr(error))
+
+    async def main() -> None:
+        process, killed = sim_loop().process("a"), sim_loop().process("b")
+        process.create_task(body())
+        killed.create_task(body())
+        await asyncio.sleep(1)
+        killed.kill()
+        await asyncio.sleep(1)
+
+    run(main())
+    assert seen == []
+
+
 def test_a_process_may_kill_itself_and_runs_to_its_next_suspension() -> None:
     seen: list[str] = []
 
