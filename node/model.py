@@ -122,6 +122,7 @@ def rotations(dim: int, context: int, theta: float) -> Tensor:
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Turn the pairs (i, i + dim/2) of ``x`` [..., time, dim] by position."""
-    cos, sin = turn.to(x.dtype)
+    # float32 even where autocast makes x bfloat16: a rounded angle is a wrong position
+    cos, sin = turn
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-b, a], dim=-1) * sin
