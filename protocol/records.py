@@ -193,10 +193,10 @@ class RecordGate:
     plain values instead of dictionaries, keys that the run does not use, an entry that outlives its record, peers
     that the manifest does not admit. One subkey a peer bounds what an identity can store.
 
-    hivemind throws away the whole dictionary that a replica sends when one subkey in it is refused. So whatever
-    one peer stores, every other must accept when it reads, or a single record would hide all others: the decision
-    depends on the clock only at an hour's distance. Expired entries are no reason to refuse (hivemind drops them
-    itself, and :func:`open_record` refuses them).
+    A plain hivemind reader throws away the whole dictionary that a replica sends when one subkey in it is refused
+    (atoll's own DHT drops the bad entry only). So whatever one peer stores, every other should accept when it reads,
+    or a single record could hide all others: the decision depends on the clock only at an hour's distance. Expired
+    entries are no reason to refuse (hivemind drops them itself, and :func:`open_record` refuses them).
 
     admits: whether a peer may take part (the manifest's access rule).
     """
