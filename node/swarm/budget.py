@@ -22,9 +22,9 @@ class Costs:
     """Scoring the held-out text once."""
     node_start: float = 6.0
     """Starting one node up to its first step: imports, compiled kernels, joining."""
-    round_cpu: float = 0.25
+    round_cpu: float = 0.12
     """One node's share of a round: encoding, reducing, the outer step, hashing, signing."""
-    round_wait: float = 1.2
+    round_wait: float = 0.35
     """Wall seconds of a round that no core works in: reports, the call, the slowest member's last step."""
     finish: float = 12.0
     """Wall seconds at the end: the last evaluation, leaving, report, plot, sample."""

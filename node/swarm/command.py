@@ -40,7 +40,7 @@ START_PATIENCE = 60.0
 """Seconds for the bootstrap peer to print its address."""
 MEASURE_SECONDS = 4.0
 LAST_EVALUATION = 45.0
-"""Seconds after the nodes' end in which the observer may finish its last evaluation."""
+"""Seconds after the nodes' end in which the observer may finish its last evaluations and end by itself."""
 LEAVE_PATIENCE = 60.0
 """Seconds after the last outer step in which nodes should have ended by themselves."""
 INTERRUPTED = 130
@@ -153,8 +153,9 @@ def _template(options: SwarmOptions) -> Manifest:
         return manifest
     from atoll.node.run_defaults import new_manifest
 
-    manifest = new_manifest()
+    manifest = new_manifest(data=options.data.absolute() if options.data is not None else "stdlib")
     quorum = min(manifest.round.quorum, options.nodes)
+    # Room for a few nodes started by hand.
     return manifest.replace(round={"quorum": quorum, "max_group": max(manifest.round.max_group, options.nodes + 4)})
 
 
@@ -221,7 +222,7 @@ def _measure(run: _Run, draft: Path) -> Costs:
     on_cpu = options.device == "cpu"
     for index in range(min(options.nodes, run.cores) if on_cpu else 1):
         arguments = ["atoll.node.swarm.measure", str(draft), "--seconds", str(MEASURE_SECONDS)]
-        arguments += ["--device", options.device, *(["--ngram"] if index == 0 else [])]
+        arguments += ["--device", options.device, *(["--evaluate"] if index == 0 else [])]
         if options.data is not None:
             arguments += ["--data", str(options.data.absolute())]
         helpers.append(run.family.start(f"measure-{index}", run.out / "measure" / str(index), arguments, env))
@@ -236,9 +237,11 @@ def _measure(run: _Run, draft: Path) -> Costs:
             raise _relayed(helper)
         found = json.loads(helper.output.read_text().splitlines()[-1])
         steps.append(found["step"])
-        evaluation, imports = found["evaluation"], max(imports, found["imports"])
+        evaluation, imports = max(evaluation, found.get("evaluation", 0.0)), max(imports, found["imports"])
         run.bars.update(found.get("ngram", {}))
-    return Costs(step=max(steps), evaluation=evaluation, node_start=imports + 3.0)
+    # The observer may be some evaluations behind when the last round ends.
+    finish = 12.0 + 2 * evaluation
+    return Costs(step=max(steps), evaluation=evaluation, node_start=imports + 3.0, finish=finish)
 
 
 def _relayed(child: Child) -> AtollError:
@@ -325,7 +328,8 @@ def _watch(run: _Run, header: table.Header, manifest: Manifest, plan: Plan) -> b
                 run.say(f"no commit for {now - last_commit:.0f} s; the nodes' output is in {run.out}/node-*/output.log")
             if all(child.code is not None for child in nodes):
                 ended = ended or now
-                if _evaluated(run) or now - ended > LAST_EVALUATION:
+                observer = run.family.children["observer"]
+                if observer.code is not None or not run.ledger.commits or now - ended > LAST_EVALUATION:
                     return False
             elif run.ledger.outer_step >= manifest.budget.rounds:
                 full = full or now
@@ -340,14 +344,6 @@ def _begun(header: table.Header, now: float) -> table.Header:
     from dataclasses import replace
 
     return replace(header, trained_since=now)
-
-
-def _evaluated(run: _Run) -> bool:
-    """Whether nothing more is to be expected of the observer."""
-    observer = run.family.children["observer"]
-    if observer.code is not None or not run.ledger.commits:
-        return True
-    return any(point.outer_step >= run.ledger.outer_step for point in run.ledger.evaluations)
 
 
 def _collect(run: _Run) -> None:

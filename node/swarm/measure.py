@@ -11,13 +11,13 @@ import json
 import sys
 import time
 
-EVALUATION_SHARE = 0.4
-"""Scoring a token costs about a third of training on it; the rest is a margin for small batches."""
 
+def measure(path: str, seconds: float, device: str, data: str | None, evaluate: bool) -> dict[str, object]:
+    """What was measured, in seconds: ``step`` is an inner step, ``imports`` getting ready.
 
-def measure(path: str, seconds: float, device: str, data: str | None, ngram: bool) -> dict[str, object]:
-    """``step``: seconds of an inner step; ``evaluation``: of scoring the held-out text, estimated; ``imports``: of
-    getting ready; ``tokens_per_step``; with ``ngram`` the scores of n-gram tables, nats per byte."""
+    evaluate: also ``evaluation``, scoring the held-out text once, and ``ngram``, what n-gram tables score there
+    (nats per byte).
+    """
     began = time.monotonic()
     import numpy as np
 
@@ -31,12 +31,12 @@ def measure(path: str, seconds: float, device: str, data: str | None, ngram: boo
     manifest = Manifest.load(path)
     model = ModelConfig.from_table(manifest.model)
     config = DataConfig.from_table(manifest.data)
+    if data is not None:
+        config = config.model_copy(update={"path": data})
     inner = InnerConfig.from_table(manifest.inner)
-    corpus = load(config.model_copy(update={"path": data}) if data else config, model.context)
+    text = load(config, model.context).train
     host = theta0(model.seed, tensor_specs(model))
-    learner = Learner(
-        model, inner, manifest.round.inner_steps, manifest.budget.rounds, corpus.train, host, device=device
-    )
+    learner = Learner(model, inner, manifest.round.inner_steps, manifest.budget.rounds, text, host, device=device)
     units = np.arange(inner.batch, dtype=np.int64)
     for step in range(3):
         learner.step(units + step * inner.batch, 0, step)
@@ -46,20 +46,14 @@ def measure(path: str, seconds: float, device: str, data: str | None, ngram: boo
     while (elapsed := time.monotonic() - started) < seconds:
         learner.step(units + (steps + 3) * inner.batch, 0, steps)
         steps += 1
-    step_time = elapsed / steps
-    learner.store()
-    tokens = inner.batch * model.context
-    found: dict[str, object] = {
-        "step": step_time,
-        "evaluation": step_time * len(corpus.validation) / tokens * EVALUATION_SHARE,
-        "imports": imports,
-        "tokens_per_step": tokens,
-        "validation": len(corpus.validation),
-    }
-    if ngram:
-        from atoll.node.ngram import ngram_losses
+    found: dict[str, object] = {"step": elapsed / steps, "imports": imports}
+    if evaluate:
+        from atoll.node.evaluate import Evaluator
 
-        found["ngram"] = ngram_losses(corpus.train, corpus.validation)
+        evaluator = Evaluator(model, config, device)
+        started = time.monotonic()
+        evaluator.loss(host)
+        found |= {"evaluation": time.monotonic() - started, "ngram": evaluator.ngrams()}
     return found
 
 
@@ -71,10 +65,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data")
-    parser.add_argument("--ngram", action="store_true")
+    parser.add_argument("--evaluate", action="store_true")
     arguments = parser.parse_args()
     try:
-        found = measure(arguments.manifest, arguments.seconds, arguments.device, arguments.data, arguments.ngram)
+        found = measure(arguments.manifest, arguments.seconds, arguments.device, arguments.data, arguments.evaluate)
     except AtollError as error:
         print(f"atoll: error: {error}", file=sys.stderr)
         return error.exit_code

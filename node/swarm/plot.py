@@ -49,6 +49,9 @@ def plot_loss(curve: list[Evaluation], bars: Mapping[str, float], title: str, pa
             color="#0b7a75",
             fontweight="bold",
         )
+        # The loss of the untrained model would leave no room for what matters.
+        top = min(max(losses), max(bars.values(), default=max(losses)) + 0.7)
+        axes[0].set_ylim(min([*losses, *bars.values()]) - 0.2, top + 0.1)
     axes[0].set_ylabel("held-out loss, nats per byte")
     figure.suptitle(title, fontsize=11)
     temporary = path.with_name(f".{path.name}.part")

@@ -88,8 +88,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _fail(error.format_message() + hint, error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:
-        # The reader of our output has gone (`atoll status | head`). Nothing more can be said there.
+    except (BrokenPipeError, SystemExit):
+        # The reader of our output has gone (`atoll status | head`), which typer turns into an exit; no command raises
+        # SystemExit itself. Nothing more can be said there.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
