@@ -21,6 +21,10 @@ from atoll.protocol.identity import Ed25519Signer, base58_encode, peer_id_of
 from atoll.protocol.manifest import MAX_MANIFEST, Manifest, Scalars, suggested_chunk
 
 OWNER = Ed25519Signer.from_seed(bytes(range(32)))
+SPECIFICATION = Path(__file__).parents[2] / "docs/wire/records.md"
+KNOWN = Manifest.make(
+    "known", parameters=1000, theta0="00" * 32, model={"a": 1.5}, data={"source": "é"}, inner={"lr": 1e-3}
+)
 
 
 def make(**sections: Any) -> Manifest:
@@ -178,10 +182,7 @@ def test_one_and_one_point_zero_are_one_run() -> None:
 
 def test_known_run_id() -> None:
     """Changes only with the protocol version: every peer of a run must agree on it."""
-    manifest = Manifest.make(
-        "known", parameters=1000, theta0="00" * 32, model={"a": 1.5}, data={"source": "é"}, inner={"lr": 1e-3}
-    )
-    assert manifest.canonical().decode() == (
+    assert KNOWN.canonical().decode() == (
         '{"access":{"admit":"open","peers":[]},"budget":{"rounds":60},"codec":{"error_feedback":1,"name":"int8"},'
         '"data":{"source":"é"},"inner":{"lr":0.001},"model":{"a":1.5},"name":"known",'
         '"outer":{"lr":0.7,"momentum":0.6,"optimizer":"nesterov"},"owner":"","protocol":1,'
@@ -189,7 +190,15 @@ def test_known_run_id() -> None:
         '"silence":5,"weight_cap":25600},"state":{"checkpoint_every":10,"chunk":4096,"parameters":1000,'
         f'"theta0":"{"00" * 32}"}}}}'
     )
-    assert manifest.run_id.hex() == "d555a1beece271bc93a3662b9ee3183c1d5422767ea1a8b09a6587f49788a81c"
+    assert KNOWN.run_id.hex() == "d555a1beece271bc93a3662b9ee3183c1d5422767ea1a8b09a6587f49788a81c"
+
+
+@pytest.mark.skipif(not SPECIFICATION.exists(), reason="the documents are not beside the tests")
+def test_vectors_of_the_specification() -> None:
+    signed = KNOWN.sign(OWNER)
+    vectors = "".join(SPECIFICATION.read_text(encoding="utf-8").split())
+    for vector in (KNOWN.canonical().decode(), KNOWN.run_id.hex(), signed.run_id.hex(), signed.signature):
+        assert "".join(vector.split()) in vectors
 
 
 # ---------------------------------------------------------------------------- signature

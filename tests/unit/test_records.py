@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -239,6 +240,24 @@ def test_ids_of_keys() -> None:
     """As ``hivemind.dht.routing.DHTID.generate(source=key).to_bytes()`` gave it (1.1.12)."""
     assert dht_id("ab" * 32 + "/peers/3").hex() == "4b0c8ab4b56c57bded07923658673993412f1085"
     assert dht_key(bytes.fromhex("ab" * 32), 3) == "ab" * 32 + "/peers/3"
+
+
+SPECIFICATION = Path(__file__).parents[2] / "docs/wire/records.md"
+
+
+@pytest.mark.skipif(not SPECIFICATION.exists(), reason="the documents are not beside the tests")
+def test_vectors_of_the_specification() -> None:
+    record = make(
+        addresses=("/ip4/127.0.0.1/tcp/31337",), head=GENESIS, step_time=0.0, tokens=0, upload=0.0, download=0.0,
+        reachable=False, name="reef",
+    )  # fmt: skip
+    vectors = "".join(SPECIFICATION.read_text(encoding="utf-8").split())
+    sealed = seal_record(record, SIGNER)
+    assert len(sealed) == 290
+    assert sealed.hex() in vectors
+    assert SIGNER.peer_id in vectors
+    assert SIGNER.marshal().hex() in vectors
+    assert bucket_of(SIGNER.peer_id) == 2
 
 
 def test_buckets() -> None:
