@@ -32,8 +32,8 @@ make_manifest() {
     # Under its name only when it is complete.
     draft=$state/.manifest.part.toml
     rm -f "$draft"
-    atoll manifest new --name compose --rounds "${ATOLL_ROUNDS:-60}" -o "$draft"
-    atoll manifest sign "$draft" --key "$state/owner.key"
+    atoll manifest new --name compose --rounds "${ATOLL_ROUNDS:-60}" -o "$draft" >/dev/null
+    atoll manifest sign "$draft" --key "$state/owner.key" >/dev/null
     mv "$draft" "$ATOLL_MANIFEST"
 }
 

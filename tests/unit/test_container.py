@@ -30,6 +30,7 @@ def entrypoint(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.
     fake = programs / "atoll"
     fake.write_text(
         "#!/bin/sh\n"
+        'echo "atoll $*" >>"$0.calls"\n'
         'echo "atoll $* address=${ATOLL_ADDRESS:-} manifest=${ATOLL_MANIFEST:-}"\n'
         'if [ "$1 ${2:-}" = "manifest new" ]; then for last; do :; done; echo made >"$last"; fi\n'
     )
@@ -66,8 +67,10 @@ def test_a_node_does_not_wait_for_ever(tmp_path: Path) -> None:
 def test_a_bootstrap_peer_makes_its_manifest_once(tmp_path: Path) -> None:
     first = entrypoint(tmp_path, "bootstrap")
     assert first.returncode == 0, first.stderr
-    assert "atoll manifest new" in first.stdout
-    assert first.stdout.splitlines()[-1].startswith("atoll bootstrap ")
+    assert first.stdout == f"atoll bootstrap address= manifest={tmp_path / 'manifest.toml'}\n"
+    calls = (tmp_path / "bin" / "atoll.calls").read_text().splitlines()
+    assert [call.split()[1:3] for call in calls[:2]] == [["manifest", "new"], ["manifest", "sign"]]
+    assert (tmp_path / "manifest.toml").read_text() == "made\n"
     (tmp_path / "manifest.toml").write_text("kept")
     second = entrypoint(tmp_path, "bootstrap", "--json")
     assert second.stdout == f"atoll bootstrap --json address= manifest={tmp_path / 'manifest.toml'}\n"
