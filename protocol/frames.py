@@ -1,0 +1,161 @@
+"""Frames over a pipe: the :class:`Stream` of the libp2p transport.
+
+A frame is a big-endian uint32 length and that many bytes. What is big is read straight into its own memory, piece
+by piece, after its length was checked; only up to 64 KiB are ever read ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from .errors import FrameTooLarge, StreamClosed
+from .pipes import Pipe
+from .transport import DEFAULT_FRAME_LIMIT, PeerId, Stream
+
+_AHEAD = 1 << 16
+_HEADER = 4
+LINGER = 10.0
+"""Seconds a closed stream may take to hand over what was sent."""
+
+
+class FrameStream(Stream):
+    """One stream. ``clock`` is ``Transport.now``; ``on_moved`` is told (sent, received) payload bytes as they move.
+
+    ``on_closed`` gets the task that finishes the stream in the background after :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        peer: PeerId,
+        *,
+        clock: Callable[[], float],
+        on_moved: Callable[[int, int], None] = lambda sent, received: None,
+        on_closed: Callable[[FrameStream, asyncio.Task[None]], None] = lambda stream, task: None,
+    ) -> None:
+        self.peer = peer
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.last_heard = clock()
+        self._pipe = pipe
+        self._clock = clock
+        self._on_moved = on_moved
+        self._on_closed = on_closed
+        self._sending = asyncio.Lock()
+        self._receiving = asyncio.Lock()
+        self._ahead = bytearray()  # allocated at the first read: many streams only ever send
+        self._start = self._end = 0
+        self._frame: bytearray | None = None  # survives a cancelled receive()
+        self._filled = 0
+        self._broken: str | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    async def send(self, frame: bytes | bytearray | memoryview) -> None:
+        view = memoryview(frame).cast("B")
+        size = view.nbytes
+        if size >= 1 << 32:
+            raise ValueError(f"a frame has less than 4 GiB, not {size} bytes")
+        header = size.to_bytes(_HEADER, "big")
+        async with self._sending:
+            self._check()
+            written = 0
+
+            def progress(count: int) -> None:
+                nonlocal written
+                payload = max(0, written + count - _HEADER) - max(0, written - _HEADER)
+                written += count
+                self.bytes_sent += payload
+                self._on_moved(payload, 0)
+
+            try:
+                if size <= _AHEAD:
+                    await self._pipe.write(memoryview(header + view), progress)
+                else:
+                    await self._pipe.write(memoryview(header), progress)
+                    await self._pipe.write(view, progress)
+            except asyncio.CancelledError:
+                if 0 < written < _HEADER + size:  # the rest would be read as the next frame
+                    self._broken = "an earlier send was cancelled in the middle of a frame"
+                    self._pipe.close()
+                raise
+
+    async def receive(self, limit: int = DEFAULT_FRAME_LIMIT) -> bytes:
+        async with self._receiving:
+            self._check()
+            if self._frame is None:
+                while self._end - self._start < _HEADER:
+                    await self._fill()
+                size = int.from_bytes(self._ahead[self._start : self._start + _HEADER], "big")
+                self._check_size(size, limit)
+                self._start += _HEADER
+                ready = min(size, self._end - self._start)
+                piece = memoryview(self._ahead)[self._start : self._start + ready]
+                self._start += ready
+                self._count(ready)
+                if ready == size:
+                    return bytes(piece)
+                self._frame = bytearray(size)
+                self._frame[:ready] = piece
+                self._filled = ready
+            frame = self._frame
+            self._check_size(len(frame), limit)
+            view = memoryview(frame)
+            while self._filled < len(frame):
+                count = await self._pipe.read(view[self._filled :])
+                if not count:
+                    raise StreamClosed(
+                        f"the stream of {self.peer} ended inside a frame, at {self._filled} of {len(frame)} bytes"
+                    )
+                self.last_heard = self._clock()
+                self._filled += count
+                self._count(count)
+            self._frame = None
+            return bytes(frame)
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._pipe.interrupt()
+            self._pipe.end_writing()
+            self._closing = asyncio.create_task(self._finish())
+            self._on_closed(self, self._closing)
+
+    def abort(self) -> None:
+        """End both directions now, delivered or not."""
+        self._pipe.close()
+
+    async def _finish(self) -> None:
+        try:
+            await self._pipe.drain(LINGER)
+        finally:
+            self._pipe.close()
+
+    async def _fill(self) -> None:
+        if not self._ahead:
+            self._ahead = bytearray(_AHEAD)
+        if self._start:
+            rest = self._ahead[self._start : self._end]
+            self._ahead[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+        count = await self._pipe.read(memoryview(self._ahead)[self._end :])
+        if not count:
+            raise StreamClosed(f"the stream of {self.peer} ended" + (" inside a frame" if self._end else ""))
+        self._end += count
+        self.last_heard = self._clock()
+
+    def _count(self, received: int) -> None:
+        self.bytes_received += received
+        self._on_moved(0, received)
+
+    def _check_size(self, size: int, limit: int) -> None:
+        if size > limit:
+            self._broken = "an earlier frame was above the limit"
+            raise FrameTooLarge(
+                f"a frame of {size} bytes from {self.peer}, where at most {limit} are allowed", self.peer
+            )
+
+    def _check(self) -> None:
+        if self._closing is not None:
+            raise StreamClosed("the stream was closed on this side")
+        if self._broken is not None:
+            raise StreamClosed(f"the stream cannot be used any more: {self._broken}")

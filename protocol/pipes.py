@@ -1,0 +1,161 @@
+"""A connected unix socket as the event loop uses it: two independent directions, no buffer, safe to cancel.
+
+asyncio's own streams tie the two directions together (a failed write throws away what could still be read) and
+keep data in buffers that grow; here every byte is moved by the task that wants it, so back-pressure is the
+kernel's, and a cancelled read or write has lost nothing that it did not report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from .errors import StreamClosed
+
+_TURN = 1 << 20
+"""Bytes moved without a wait after which other tasks get a turn."""
+_PIECE = 1 << 18
+"""Bytes asked for in one system call at most, so that every piece counts as a sign of life."""
+
+
+class Pipe:
+    """Takes over ``sock``. At most one task may read and one may write at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._loop = asyncio.get_running_loop()
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._moved = 0
+        self._interrupted = False
+        self.closed = False
+
+    @classmethod
+    async def connect(cls, path: str) -> Pipe:
+        """Connect to the unix socket at ``path``. Raises OSError."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, path)
+            return cls(sock)
+        except BaseException:
+            sock.close()
+            raise
+
+    async def read(self, into: memoryview) -> int:
+        """Read some bytes into ``into``; 0 at the end. Raises StreamClosed when it broke or was closed here."""
+        while True:
+            await self._pace()
+            self._check()
+            count = self._read_now(into)
+            if count is not None:
+                return count
+            await self._ready(self._loop.add_reader, self._loop.remove_reader)
+
+    async def read_exactly(self, count: int) -> bytearray:
+        """Read ``count`` bytes. Raises StreamClosed when it ends before."""
+        data = bytearray(count)
+        view = memoryview(data)
+        filled = 0
+        while filled < count:
+            read = await self.read(view[filled:])
+            if not read:
+                raise StreamClosed("the stream ended")
+            filled += read
+        return data
+
+    async def write(self, data: memoryview, on_progress: Callable[[int], None] | None = None) -> None:
+        """Write all of ``data``; ``on_progress`` is told of every piece. Raises StreamClosed."""
+        while data:
+            await self._pace()
+            self._check()
+            try:
+                count = self._socket.send(data[:_PIECE])
+            except (BlockingIOError, InterruptedError):
+                await self._ready(self._loop.add_writer, self._loop.remove_writer)
+                continue
+            except OSError as error:
+                raise StreamClosed(f"the stream broke: {error.strerror or error}") from None
+            if on_progress is not None:
+                on_progress(count)
+            data = data[count:]
+            self._moved += count + 64
+
+    def interrupt(self) -> None:
+        """Make every read and write that is under way or begins later raise StreamClosed."""
+        self._interrupted = True
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
+
+    def end_writing(self) -> None:
+        """Tell the other side that no more comes; what was written still arrives."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # it is gone already
+
+    async def drain(self, timeout: float) -> None:
+        """Read and throw away until the other side ends, for at most ``timeout`` seconds.
+
+        A socket closed with unread data in it resets the stream, and the daemon then forgets what it still holds.
+        """
+        scratch = memoryview(bytearray(1 << 16))
+        try:
+            async with asyncio.timeout(timeout):
+                while not self.closed and (count := self._read_now(scratch)) != 0:
+                    if count is None:
+                        await self._ready(self._loop.add_reader, self._loop.remove_reader)
+                    else:
+                        await self._pace()
+        except (TimeoutError, StreamClosed):
+            pass
+
+    def close(self) -> None:
+        """Let go of the socket at once. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self.interrupt()
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._socket)
+                self._loop.remove_writer(self._socket)
+            self._socket.close()
+
+    def _check(self) -> None:
+        if self._interrupted or self.closed:
+            raise StreamClosed("the stream was closed on this side")
+
+    async def _ready(self, add: Callable[..., Any], remove: Callable[[socket.socket], Any]) -> None:
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.add(future)
+        add(self._socket, _wake, future)
+        self._moved = 0
+        try:
+            await future
+        finally:
+            self._waiting.discard(future)
+            if not self.closed:
+                remove(self._socket)
+
+    def _read_now(self, into: memoryview) -> int | None:
+        try:
+            count = self._socket.recv_into(into[:_PIECE])
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError as error:
+            raise StreamClosed(f"the stream broke: {error.strerror or error}") from None
+        self._moved += count + 64  # many tiny pieces need a turn as well
+        return count
+
+    async def _pace(self) -> None:
+        """Give other tasks a turn; before a piece is moved, since a cancellation here must not lose one."""
+        if self._moved >= _TURN:
+            self._moved = 0
+            await asyncio.sleep(0)
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
