@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from .errors import PeerMisbehaved
 from .identity import Signer
 from .manifest import Manifest
+from .messages import Head
 from .records import BUCKETS, Record, bucket_of, dht_key, open_record, seal_record
 from .transport import PeerId, Transport
 
@@ -36,12 +37,12 @@ class Directory:
     """The peers of the run as one peer knows them.
 
     record: makes the own record's current content.
-    changed: called when a peer appears.
+    changed: called when a peer appears. told: called with the head that a record names.
     """
 
     def __init__(
         self, transport: Transport, signer: Signer, manifest: Manifest, *,
-        record: Callable[[float], Record], refused: Callable[[PeerId, str], None], changed: Callable[[], None],
+        record: Callable[[float], Record], refused: Callable[[PeerId, str], None], changed: Callable[[], None], told: Callable[[PeerId, Head], None],
     ) -> None:  # fmt: skip
         self._transport = transport
         self._signer = signer
@@ -49,6 +50,7 @@ class Directory:
         self._record = record
         self._refused = refused
         self._changed = changed
+        self._told = told
         self.known: dict[PeerId, Known] = {}
         self._publish_now = asyncio.Event()
 
@@ -122,3 +124,4 @@ class Directory:
             if fresh:
                 known.seen = now
         self._transport.learn(peer, list(record.addresses))
+        self._told(peer, record.head)

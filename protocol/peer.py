@@ -140,7 +140,8 @@ class Peer:
             transport, self._receive, silence=self._silence, admits=manifest.admits, refused=self._refuse
         )
         self.directory = Directory(
-            transport, signer, manifest, record=self._record, refused=self._refuse, changed=self._wake.set
+            transport, signer, manifest, record=self._record, refused=self._refuse, changed=self._wake.set,
+            told=self._told_head,
         )
         self.donor = Donor(
             transport, store, admits=manifest.admits, busy=lambda: self._round is not None, recent=self._recent,
@@ -173,6 +174,8 @@ class Peer:
         self._checkpointing: asyncio.Task[None] | None = None
         self._round_started = transport.now()
         self._recoveries = 0
+        self._owed = GENESIS
+        """The best head that this peer ever had; below it, it takes part in nothing."""
         self._upload = 0.0
         self._download = 0.0
 
@@ -291,6 +294,10 @@ class Peer:
             kept = await self.transport.offload(self.store.load_residual, self.head.id)
             if kept is not None:
                 residual[:] = kept
+        if better(self.store.seen, self.head):
+            # Its disk has lost what it had once applied. Others have it: from θ₀ it would only make a fork.
+            self._events("warning", message=f"the disk has lost the state of round {self.store.seen.round}; it is fetched")
+            self._owed = self.store.seen
         if self.head != GENESIS:
             self._events("resumed", round=self.head.round, outer_step=self.head.outer_step, height=self.head.height)
         self._new_head()
@@ -341,9 +348,9 @@ class Peer:
                 now = self.transport.now()
                 finished_at = finished_at or now
                 self._set_state("finished")
-                if self._everyone_knows() or now - finished_at > self._linger:
+                if self._linger < float("inf") and (self._everyone_knows() or now - finished_at > self._linger):
                     return
-            elif self.island is not None:
+            elif self.island is not None and not better(self._owed, self.head):
                 if self._invitation is not None:
                     invitation, self._invitation = self._invitation, None
                     await self._take_part(invitation)
@@ -537,13 +544,19 @@ class Peer:
             case Committed():
                 self._offer_commit(peer, message.commit)
 
+    def _told_head(self, peer: PeerId, head: Head) -> None:
+        """A record names a head; records are old news, so what the peer said itself since then stands."""
+        known = self._heads.get(peer)
+        if known is None or better(head, known):
+            self._learn_head(peer, head)
+
     def _learn_head(self, peer: PeerId, head: Head) -> None:
         self._heads[peer] = head
         if better(head, self.head):
             self._wake.set()
 
     def _called(self, peer: PeerId, call: Call) -> None:
-        if self.island is None or self._stopping:
+        if self.island is None or self._stopping or better(self._owed, self.head):
             return
         if call.base != self.head or call.round <= self.head.round:
             self._learn_head(peer, call.base)
@@ -636,11 +649,11 @@ class Peer:
 
     async def _serve_reduce(self, stream: Stream) -> None:
         """A member opened a reduce stream; its first frame carries the roster, news that may come before the seal."""
-        async with asyncio.timeout(2 * self._silence):
-            hello = decode(await stream.receive(HELLO_LIMIT), Hello, stream.peer)
-        roster_id = hash_of(hello.seal)
-        self._offer_seal(Sealed(hello.seal, hello.signature))
         try:
+            async with asyncio.timeout(2 * self._silence):
+                hello = decode(await stream.receive(HELLO_LIMIT), Hello, stream.peer)
+            roster_id = hash_of(hello.seal)
+            self._offer_seal(Sealed(hello.seal, hello.signature))
             async with asyncio.timeout(self._silence):
                 while self._round is None or self._round.roster_id != roster_id:
                     await self._round_began.wait()
@@ -726,7 +739,7 @@ class Peer:
                 manifest=self.manifest, layout=self.layout,
             )  # fmt: skip
             sealed = Sealed(seal, self.signer.sign(seal_bytes(hash_of(seal))))
-            inside = {PeerId(member.peer) for member in seal.members}
+            inside = [PeerId(member.peer) for member in seal.members]
             self.messenger.post_all(inside, sealed)
             for peer in calling.entered:
                 if peer not in inside:

@@ -318,12 +318,23 @@ class Pipe:
         if not self._queue:
             return False
         room = self.window - (self.transmitted - self.acknowledged)
-        return self._queue[0] is None or room >= min(self._piece_size(), self.accepted - self.transmitted)
+        return (
+            room >= self.writer.wire.piece
+            or self._queue[0] is None
+            or room >= min(self._piece_size(), self.accepted - self.transmitted)
+        )
 
     def take(self) -> Piece:
         """Cut the next piece off what waits; :meth:`sendable` has said that there is one."""
         piece = Piece(self)
         queue = self._queue
+        if len(queue) == 1 and queue[0] is not None and not self._offset and len(queue[0]) <= PACKET - HEADER:
+            frame = queue.popleft()  # most pieces are one small message
+            assert frame is not None
+            piece.frames.append(frame)
+            piece.size = HEADER + len(frame)
+            self.transmitted += piece.size
+            return piece
         room = self._piece_size()
         while queue and piece.size < room:
             frame = queue[0]

@@ -7,6 +7,7 @@ from collections import deque
 
 import numpy as np
 
+from atoll.protocol.errors import ResourceError
 from atoll.protocol.island import Island, Progress, Snapshot
 from atoll.protocol.messages import Span
 
@@ -34,6 +35,8 @@ class SimulatedIsland(Island):
         """Every unit ever trained on by this incarnation."""
         self.frozen = True
         self.closed = False
+        self.fail_next = False
+        """The next freeze fails, as when a trainer child has died."""
         self._spans: deque[Span] = deque()
         self._steps = 0
         self._since = 0.0
@@ -87,6 +90,9 @@ class SimulatedIsland(Island):
 
     async def freeze(self) -> Snapshot:
         self._advance()
+        if self.fail_next:
+            self.fail_next, self.frozen = False, True
+            raise ResourceError("the trainer died")
         self.frozen = True
         if self.freeze_time:
             await asyncio.sleep(self.freeze_time)

@@ -16,6 +16,7 @@ from atoll.protocol.manifest import Manifest
 from atoll.protocol.messages import NO_DIGEST, Commit, hash_of
 from atoll.protocol.peer import Peer
 from atoll.protocol.simulation import SimHost, SimNetwork, SimTransport
+from atoll.protocol.simloop import DEAD
 from atoll.protocol.state import GlobalState
 from atoll.protocol.store import Store
 
@@ -108,6 +109,8 @@ class Swarm:
                 await life.peer.run()
                 life.done = True
             except Exception as error:
+                if transport.process.state == DEAD:
+                    return  # the loop is only clearing away what a killed process left
                 life.error = error
                 self.violations.append(f"{name} failed: {type(error).__name__}: {error}")
 
@@ -127,7 +130,7 @@ class Swarm:
 
         peer = Peer(
             transport=transport, signer=FastSigner(transport.peer_id), manifest=self.manifest, store=store,
-            theta0=start_params, events=events, island=island, name=name, linger=20.0,
+            theta0=start_params, events=events, island=island, name=name, linger=20.0 if trains else float("inf"),
         )  # fmt: skip
         life = Life(peer, island)
         self.lives[name].append(life)
