@@ -16,8 +16,9 @@ from .transport import PeerId, Transport
 PUBLISH_EVERY = 10.0
 """Seconds between two publications of the own record; a change of state is published earlier."""
 EXPIRES_IN = 60.0
-READ_EVERY = (2.0, 10.0)
-"""Seconds between two readings: the first while nobody is known, the second afterwards."""
+READ_EVERY = (1.0, 10.0)
+"""Seconds between two readings: doubling from the first to the second, again and again from the first while nobody
+is known."""
 CANDIDATE_STATES = frozenset({"joining", "training", "averaging", "waiting"})
 """States of peers that train; others (observing, serving, finished) lead no rounds."""
 
@@ -98,12 +99,14 @@ class Directory:
 
     async def read(self) -> None:
         """Keep ``known`` up to date from the DHT; runs until cancelled."""
+        pause = READ_EVERY[0]
         while True:
             for bucket in range(BUCKETS):
                 for peer, data in (await self._transport.dht.read(dht_key(self._manifest.run_id, bucket))).items():
                     self._take(peer, data)
             self.forget_stale()
-            await asyncio.sleep(READ_EVERY[bool(self.known)])
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, READ_EVERY[1]) if self.known else READ_EVERY[0]
 
     def _take(self, peer: PeerId, data: bytes) -> None:
         if peer == self._transport.peer_id or not self._manifest.admits(peer):

@@ -923,6 +923,9 @@ class Peer:
             self.replica.apply, body, commit_id, chunks, me=me, frozen=frozen, local=local
         )
         names = [member.peer for member in body.seal.members]
+        for member in names:
+            if member != self.transport.peer_id:
+                self.directory.heard(PeerId(member))
         if island is not None:
             spent = share
             if lost:

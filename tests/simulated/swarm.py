@@ -15,8 +15,8 @@ from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.messages import NO_DIGEST, Commit, hash_of
 from atoll.protocol.peer import Peer
-from atoll.protocol.simulation import SimHost, SimNetwork, SimTransport
 from atoll.protocol.simloop import DEAD
+from atoll.protocol.simulation import SimHost, SimNetwork, SimTransport
 from atoll.protocol.state import GlobalState
 from atoll.protocol.store import Store
 
