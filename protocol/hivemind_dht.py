@@ -168,6 +168,13 @@ class _Storage(DHTLocalStorage):  # type: ignore[misc]
         return bool(super().store_subkey(key, subkey, value, expiration_time))
 
 
+class _LiveCalls(dict[Any, Any]):
+    """hivemind's calls under way, by id; those that were given up count as absent."""
+
+    def __contains__(self, call: object) -> bool:
+        return super().__contains__(call) and not self[call].done()
+
+
 def node_id_of(peer: Any) -> Any:
     """Where a peer stands in the DHT: the SHA-1 of its peer id."""
     return DHTID.generate(source=peer.to_bytes())
@@ -207,6 +214,8 @@ class HivemindDht(Dht):
 
     async def attach(self, p2p: P2P) -> None:
         """Take part through this daemon; what was stored here before is kept."""
+        # An answer that comes in the moment its caller gives up would end hivemind's reader, and the DHT with it.
+        p2p._client.control._pending_calls = _LiveCalls()
         node = await DHTNode.create(
             p2p=p2p,
             node_id=node_id_of(p2p.peer_id),

@@ -30,7 +30,7 @@ from .hivemind_dht import Gate, HivemindDht, Validate, ValidatorObject
 from .hivemind_import import P2P
 from .hivemind_import import Multiaddr as HivemindMultiaddr
 from .identity import load_or_create_identity
-from .p2pd import Daemon, DaemonOptions, PrivateFolder
+from .p2pd import NOT_YET, Daemon, DaemonOptions, PrivateFolder
 from .pipes import Pipe
 from .ports import reserve
 from .records import BUCKETS, dht_key
@@ -66,7 +66,7 @@ class _Seed:
     peer: PeerId
     addresses: list[str]
     """Without the ``/p2p/`` part."""
-    reason: str | None = "it was not tried yet"
+    reason: str | None = ""
     """Why it was not reached; None when it was."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -291,7 +291,9 @@ class HivemindTransport(Transport):
     def seed_status(self) -> dict[PeerId, str]:
         """For every seed: ``"reached"``, or why not."""
         return {
-            item.peer: "reached" if item.reason is None else f"{', '.join(item.addresses)}: {item.reason}"
+            item.peer: "reached"
+            if item.reason is None
+            else f"{', '.join(item.addresses)}: {item.reason or 'it was not tried yet'}"
             for item in self._seeds
         }
 
@@ -341,11 +343,21 @@ class HivemindTransport(Transport):
         except BaseException:
             await self._drop(daemon, p2p)
             raise
+        control = p2p._client.control
+        for task in (control._read_task, control._write_task):
+            task.add_done_callback(functools.partial(self._rpc_ended, daemon))
         self._daemon, self._p2p = daemon, p2p
         self._note_addresses(daemon.addresses)
         self._up.set()
         for item in self._seeds:
             item.wake.set()
+
+    def _rpc_ended(self, daemon: Daemon, task: asyncio.Task[None]) -> None:
+        """hivemind's connection to the daemon is gone: with the daemon, as a rule."""
+        error = None if task.cancelled() else task.exception()
+        if not task.cancelled() and self._daemon is daemon:
+            log.debug("the connection to the p2p daemon ended: %r", error)
+            daemon.kill()  # and all begins anew, see _supervise
 
     async def _drop(self, daemon: Daemon | None, p2p: Any, grace: float = 0.0) -> None:
         """Let go of a daemon, alive or dead, without asking hivemind, which would wait for answers."""
@@ -389,7 +401,7 @@ class HivemindTransport(Transport):
                 silent += 1
                 if silent >= 3 and self._daemon is daemon:
                     log.warning("the p2p daemon does not answer and is ended")
-                    await daemon.stop(0)
+                    daemon.kill()
                     silent = 0
             else:
                 silent = 0
@@ -408,7 +420,9 @@ class HivemindTransport(Transport):
         while True:
             await self._up.wait()
             item.wake.clear()
-            before, item.reason = item.reason, await self._greet(item)
+            before, reason = item.reason, await self._greet(item)
+            if reason is None or NOT_YET not in reason or not before:
+                item.reason = reason  # else the one before says more
             if item.reason is None:
                 if before is not None:
                     log.info("reached the seed %s", item.peer)

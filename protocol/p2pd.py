@@ -40,6 +40,8 @@ _PREFIX = "atoll-p2p-"
 _MAX_MESSAGE = 4 * 1024 * 1024
 _START_TIMEOUT = 20.0
 _REQUEST_TIMEOUT = 10.0
+NOT_YET = "is not tried again yet"
+"""Part of the reason when libp2p did not even try, because an attempt failed seconds or minutes before."""
 _P2P_CODE = b"\xa5\x03"
 """421 as a varint: the multiaddress component ``/p2p/``."""
 
@@ -272,7 +274,7 @@ class Daemon:
                 except TimeoutError:
                     pass
             if not self._watch.exited.is_set():
-                self._signal(signal.SIGKILL)
+                self.kill()
                 await self._watch.exited.wait()
         self._process.close()
         await asyncio.gather(*self._arrivals, return_exceptions=True)
@@ -280,6 +282,11 @@ class Daemon:
             await asyncio.gather(self._acceptor, return_exceptions=True)
         _unlink(self.control)
         _unlink(self._listen_path)
+
+    def kill(self) -> None:
+        """End the process at once; whoever waits for it is told."""
+        if not self._watch.exited.is_set():
+            self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
         try:
@@ -414,6 +421,7 @@ def explain(message: str, peer: PeerId | None) -> str:
         ("protocols not supported", "it does not serve this run's protocol: another run, or another version"),
         ("protocol not supported", "it does not serve this run's protocol: another run, or another version"),
         ("connection refused", "refused: nobody listens there"),
+        ("connection reset", "the connection was cut"),
         ("no such host", "the host name is unknown"),
         ("no route to host", "no route to the host"),
         ("network is unreachable", "the network is unreachable"),
@@ -422,7 +430,7 @@ def explain(message: str, peer: PeerId | None) -> str:
         ("no addresses", "no address of it is known"),
         ("not found", "no address of it is known"),
         ("failed to find any peer", "no address of it is known"),
-        ("dial backoff", "it could not be dialled a moment ago, and is not tried again yet"),
+        ("dial backoff", f"it could not be dialled a moment ago, and {NOT_YET}"),
         ("deadline exceeded", "no answer in time"),
         ("i/o timeout", "no answer in time"),
     ]
