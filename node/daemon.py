@@ -118,7 +118,14 @@ async def _live(
     exporter = _Exporter(session, export) if export is not None else None
     interrupted = False
 
+    counted = 0
+
     def events(event: str, /, **fields: Any) -> None:
+        nonlocal counted
+        if event == "commit":
+            # What this peer has sent since its last commit: nearly all of it is this round's.
+            sent = session.transport.bytes_sent
+            fields["bytes_sent"], counted = sent - counted, sent
         session.event(event, **fields)
         if event == "digest" and exporter is not None:
             exporter.digest(fields["commit"], fields["digest"])
