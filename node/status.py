@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 TRAINERS = ("joining", "training", "averaging", "waiting", "finished", "leaving", "starting")
 """States of peers that train; the others are bootstrap peers and observers."""
 
+OVERDUE = 25.0
+"""Seconds after which a peer that is alive has published its record anew."""
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -175,7 +178,10 @@ def _print(snapshot: Snapshot, as_json: bool) -> None:
     else:
         from rich.console import Console
 
-        Console(highlight=False).print(render(snapshot, time.time()))
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = 160  # nobody's window: do not cut columns off
+        console.print(render(snapshot, time.time()))
 
 
 def render(snapshot: Snapshot, now: float) -> RenderableType:
@@ -209,7 +215,7 @@ def render(snapshot: Snapshot, now: float) -> RenderableType:
             f"{record.step_time * 1000:.0f} ms" if record.step_time else "-",
             f"{record.tokens:,}",
             Text(record.version),
-            f"{max(0.0, now - record.issued):.0f} s ago",
+            Text(f"{(age := max(0.0, now - record.issued)):.0f} s ago", "red" if age > OVERDUE else ""),
         )
     training = sum(record.state in TRAINERS for record in snapshot.records)
     head = (

@@ -122,6 +122,7 @@ def _run(run: _Run, manifest: Manifest) -> int:
         started=run.started,
         deadline=run.started + plan.total,
         bars=run.bars,
+        join=f"atoll node @{_short_path(run.out / 'address')}",
     )
     interrupted = _watch(run, header, manifest, plan)
     if interrupted:
@@ -338,6 +339,14 @@ def _watch(run: _Run, header: table.Header, manifest: Manifest, plan: Plan) -> b
                         f"the run is complete, but some nodes do not end within {LEAVE_PATIENCE:.0f} s; ending them"
                     )
                     run.family.stop([c.name for c in nodes], run.interrupts, number=signal.SIGTERM)
+
+
+def _short_path(path: Path) -> str:
+    """``path`` as it is typed here: relative when it lies below the current folder."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
 
 
 def _begun(header: table.Header, now: float) -> table.Header:

@@ -131,7 +131,8 @@ def summary(report: Mapping[str, Any]) -> list[str]:
         )
     if report["void_rosters"]:
         lines.append(f"rosters that went void: {len(report['void_rosters'])}")
-    bad = {name: code for name, code in report["exit_codes"].items() if code}
+    expected = (0, None, 130) if report["interrupted"] else (0, None)
+    bad = {name: code for name, code in report["exit_codes"].items() if code not in expected}
     if bad:
         lines.append("ended badly: " + ", ".join(f"{name} ({exit_text(code)})" for name, code in bad.items()))
     return lines

@@ -41,6 +41,8 @@ class Header:
     """Name of an n-gram table to its score, nats per token."""
     trained_since: float | None = None
     """When the first round began, for the estimate of the time left."""
+    join: str = ""
+    """The command that adds a node by hand; the address itself when empty. Short enough to stay on one line."""
 
 
 def human_count(count: float) -> str:
@@ -158,7 +160,7 @@ def _loss(ledger: Ledger, header: Header) -> list[RenderableType]:
 
 
 def _foot(header: Header) -> Text:
-    return Text.assemble(("\njoin by hand: ", "dim"), f"atoll node {header.address}", overflow="fold")
+    return Text.assemble(("\njoin by hand: ", "dim"), header.join or f"atoll node {header.address}", overflow="fold")
 
 
 def line(ledger: Ledger, header: Header, now: float) -> str:

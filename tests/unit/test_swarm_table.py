@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -64,6 +65,14 @@ def test_table_shows_what_the_issue_asks_for() -> None:
     assert "outer step 2/10" in text
     assert "SIGKILL" in text
     assert HEADER.address in text.replace("\n", "")
+
+
+def test_a_short_way_to_join_replaces_the_long_address() -> None:
+    out = io.StringIO()
+    header = replace(HEADER, join="atoll node @runs/x/address")
+    Console(file=out, width=110).print(render(filled(), header, 60.0))
+    assert "atoll node @runs/x/address" in out.getvalue()
+    assert HEADER.address not in out.getvalue().replace("\n", "")
 
 
 def test_a_peer_started_by_hand_appears_from_the_rosters() -> None:
