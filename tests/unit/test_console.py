@@ -1,0 +1,81 @@
+"""A node's events in words, and the table of a run's peers."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from atoll.node.console import PROGRESS_EVERY, ConsoleEcho, describe, describe_progress
+from atoll.node.options import LogStyle
+from atoll.node.status import Snapshot, render
+from atoll.protocol.address import RunAddress
+from atoll.protocol.identity import Ed25519Signer
+from atoll.protocol.messages import GENESIS, Head
+from atoll.protocol.records import Record
+
+PEER = Ed25519Signer.from_seed(bytes(32)).peer_id
+OTHER = Ed25519Signer.from_seed(bytes([1] * 32)).peer_id
+KINDS = ["start", "state", "seal", "void", "commit", "evaluation", "refused", "warning", "exit", "new kind"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_events_with_missing_fields_can_be_described(kind: str) -> None:
+    text = describe({"event": kind})
+    assert text is None or "\n" not in text
+    assert describe_progress({"event": "progress", "loss": None})
+
+
+def test_a_lone_commit_is_said_to_be_one() -> None:
+    event = {"event": "commit", "round": 3, "outer_step": 2, "members": [PEER], "seconds": 0.5, "lone": True}
+    assert "alone" in str(describe(event))
+    assert "alone" not in str(describe(event | {"lone": False}))
+
+
+def test_plain_style_prints_progress_now_and_then() -> None:
+    out, now = io.StringIO(), [0.0]
+    echo = ConsoleEcho(LogStyle.plain, console=Console(file=out, width=200), clock=lambda: now[0])
+    for second in range(25):
+        now[0] = float(second)
+        echo({"event": "progress", "state": "training", "steps": second})
+    echo({"event": "warning", "message": "the disk [bold]is[/] slow"})
+    echo.close()
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 25 // PROGRESS_EVERY + 2
+    assert "the disk [bold]is[/] slow" in lines[-1]
+
+
+def test_json_style_prints_the_events_and_quiet_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    event: dict[str, Any] = {"t": 1.0, "event": "state", "peer": "p", "state": "training"}
+    ConsoleEcho(LogStyle.json)(event)
+    ConsoleEcho(LogStyle.quiet)(event)
+    assert json.loads(capsys.readouterr().out) == event
+
+
+def snapshot() -> Snapshot:
+    ahead = Head(bytes([7] * 32), 5, 9000, 6, 4)
+    common: dict[str, Any] = {"run": bytes(32), "issued": 100.0, "expires": 160.0, "addresses": ()}
+    records = (
+        Record(peer=PEER, state="training", head=ahead, step_time=0.05, tokens=4500, name="reef", **common),
+        Record(peer=OTHER, state="serving", head=GENESIS, name="bootstrap", **common),
+    )
+    return Snapshot(RunAddress(bytes(32), [f"/ip4/127.0.0.1/tcp/9/p2p/{OTHER}"]), records, 1)
+
+
+def test_status_shows_the_best_head_and_who_has_it() -> None:
+    out = io.StringIO()
+    Console(file=out, width=160).print(render(snapshot(), 103.0))
+    text = out.getvalue()
+    for word in ("1 training", "07070707", "outer step 4", "reef", "50 ms", "4,500", "3 s ago", "serving"):
+        assert word in text, word
+
+
+def test_status_as_json() -> None:
+    found = json.loads(json.dumps(snapshot().to_json(103.0)))
+    assert found["best"]["outer_step"] == 4
+    assert [peer["behind"] for peer in found["peers"]] == [0, 5]
+    assert found["refused"] == 1
+    assert found["peers"][0]["age"] == 3.0
