@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from blake3 import blake3
 
@@ -15,12 +15,13 @@ def rank(run: bytes, base: bytes, peer: PeerId) -> bytes:
 
 
 def order(
-    peers: Iterable[PeerId], *, run: bytes, base: bytes, voids: Mapping[PeerId, int], unreachable: Iterable[PeerId]
-) -> list[PeerId]:
-    """Candidates in the order in which they lead a round on ``base``.
+    peers: Iterable[PeerId], *, rank: Callable[[PeerId], bytes], voids: Mapping[PeerId, int],
+    unreachable: Iterable[PeerId],
+) -> list[PeerId]:  # fmt: skip
+    """Candidates in the order in which they lead a round on one base, by ``rank`` of that base.
 
-    First who led the fewest void rosters on this base, the unreachable after all others, then by :func:`rank`.
+    First who led the fewest void rosters on this base, the unreachable after all others, then by rank.
     Nobody is ever excluded: with everyone else gone the last in order leads.
     """
     away = set(unreachable)
-    return sorted(peers, key=lambda peer: (peer in away, voids.get(peer, 0), rank(run, base, peer)))
+    return sorted(peers, key=lambda peer: (peer in away, voids.get(peer, 0), rank(peer)))

@@ -32,6 +32,8 @@ class Known:
     """``Transport.now()`` when it was first seen."""
     seen: float
     """… when a record or a message of it came last."""
+    raw: bytes = b""
+    """The record as it was read, so that the same bytes are not verified twice."""
 
 
 class Directory:
@@ -43,7 +45,8 @@ class Directory:
 
     def __init__(
         self, transport: Transport, signer: Signer, manifest: Manifest, *,
-        record: Callable[[float], Record], refused: Callable[[PeerId, str], None], changed: Callable[[], None], told: Callable[[PeerId, Head], None],
+        record: Callable[[float], Record], refused: Callable[[PeerId, str], None],
+        changed: Callable[[], None], told: Callable[[PeerId, Head], None],
     ) -> None:  # fmt: skip
         self._transport = transport
         self._signer = signer
@@ -111,19 +114,21 @@ class Directory:
     def _take(self, peer: PeerId, data: bytes) -> None:
         if peer == self._transport.peer_id or not self._manifest.admits(peer):
             return
+        known = self.known.get(peer)
+        if known is not None and known.raw == data:
+            return
         try:
             record = open_record(data, self._signer, self._manifest.run_id, now=self._transport.wall(), subkey=peer)
         except PeerMisbehaved as error:
             self._refused(peer, str(error))
             return
         now = self._transport.now()
-        known = self.known.get(peer)
         if known is None:
-            self.known[peer] = Known(record, now, now)
+            self.known[peer] = Known(record, now, now, data)
             self._changed()
         elif known.record is None or record.issued >= known.record.issued:
             fresh = known.record is None or record.issued > known.record.issued
-            known.record = record
+            known.record, known.raw = record, data
             if fresh:
                 known.seen = now
         self._transport.learn(peer, list(record.addresses))

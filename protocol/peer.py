@@ -153,12 +153,18 @@ class Peer:
         self._transfer_told = float("-inf")
         # What others said, by peer.
         self._heads: dict[PeerId, Head] = {}
+        self._ahead: dict[PeerId, Head] = {}
+        """Those of them that are better than the own head."""
         self._reports: dict[PeerId, tuple[Report, float]] = {}
         # The own part in a round.
         self._base_since = transport.now()
         self._alone_since = transport.now()
         self._quorum_since: float | None = None
         self._voids: dict[PeerId, int] = {}
+        self._ranks: dict[PeerId, bytes] = {}
+        self._someone_ready = True
+        """Whether any report on this head, the own included, could make a quorum; else nobody needs to be asked."""
+        self._report_now = asyncio.Event()
         self._last_round = 0
         self._calling: Calling | None = None
         self._engaged: PeerId | None = None
@@ -296,8 +302,8 @@ class Peer:
                 residual[:] = kept
         if better(self.store.seen, self.head):
             # Its disk has lost what it had once applied. Others have it: from θ₀ it would only make a fork.
-            self._events("warning", message=f"the disk has lost the state of round {self.store.seen.round}; it is fetched")
             self._owed = self.store.seen
+            self._events("warning", message=f"the disk has lost the state of round {self._owed.round}; it is fetched")
         if self.head != GENESIS:
             self._events("resumed", round=self.head.round, outer_step=self.head.outer_step, height=self.head.height)
         self._new_head()
@@ -355,11 +361,11 @@ class Peer:
                     invitation, self._invitation = self._invitation, None
                     await self._take_part(invitation)
                     continue
-                if self._leads() and self._ready_to_call():
+                if self._someone_ready and self._leads() and self._ready_to_call():
                     await self._coordinate()
                     continue
             try:
-                async with asyncio.timeout(self._silence / 20):
+                async with asyncio.timeout(self._silence / (20 if self._someone_ready else 4)):
                     await self._wake.wait()
             except TimeoutError:
                 pass
@@ -375,6 +381,10 @@ class Peer:
         self._base_since = self.transport.now()
         self._quorum_since = None
         self._voids.clear()
+        self._ranks.clear()
+        self._ahead = {peer: head for peer, head in self._heads.items() if better(head, self.head)}
+        self._someone_ready = True
+        self._report_now.set()
         self._last_round = self.head.round
         self._limbo.clear()
         self._invitation = None
@@ -399,7 +409,13 @@ class Peer:
     def _ordered(self) -> list[PeerId]:
         peers = [*self.directory.candidates(), self.transport.peer_id]
         away = [peer for peer in peers if peer != self.transport.peer_id and self.messenger.failing(peer)]
-        return order(peers, run=self.manifest.run_id, base=self.head.id, voids=self._voids, unreachable=away)
+        return order(peers, rank=self._rank, voids=self._voids, unreachable=away)
+
+    def _rank(self, peer: PeerId) -> bytes:
+        known = self._ranks.get(peer)
+        if known is None:
+            known = self._ranks[peer] = rank(self.manifest.run_id, self.head.id, peer)
+        return known
 
     def _ready(self, progress: Progress) -> bool:
         return progress.steps >= self.manifest.round.inner_steps or (progress.tokens > 0 and progress.leased == 0)
@@ -428,18 +444,33 @@ class Peer:
         told: tuple[Head, bool] | None = None
         told_at = float("-inf")
         ready_since: float | None = None
+        every = min(REPORT_EVERY, self._silence / 2.5)
         while True:
+            self._report_now.clear()
             report = self._own_report()
             now = self.transport.now()
             ready_since = (ready_since or now) if report.ready else None
-            every = min(REPORT_EVERY, self._silence / 2.5)
-            if (report.head, report.ready) != told or now - told_at >= every:
+            self._note_readiness(report)
+            if (report.head, report.ready) != told or now >= told_at + every:
                 others = [peer for peer in self._ordered() if peer != self.transport.peer_id]
                 # Whoever has waited long tells everyone: views of the order may differ.
                 patient = self.finished or (ready_since is not None and now - ready_since > 2 * self._silence)
                 self.messenger.post_all(others if patient else others[:3], report)
                 told, told_at = (report.head, report.ready), now
-            await asyncio.sleep(self._silence / 25)
+            # Wake when the next report is due, or when this peer will be ready, whichever is first.
+            pause = max(told_at + every - self.transport.now(), 0.01)
+            if not report.ready and report.leased:
+                pause = min(pause, max(report.eta, self._silence / 50))
+            try:
+                async with asyncio.timeout(pause):
+                    await self._report_now.wait()
+            except TimeoutError:
+                pass
+
+    def _note_readiness(self, report: Report) -> None:
+        if report.head == self.head and (report.ready or not (report.leased or report.tokens)):
+            self._someone_ready = True
+            self._wake.set()
 
     async def _watch_clock(self) -> None:
         """When this process was held up (suspended, starved), silence proves nothing: reset, and ask for heads."""
@@ -523,7 +554,7 @@ class Peer:
                 if message.head == self.head:
                     self._last_round = max(self._last_round, message.round)
                 self.messenger.post(peer, Heard(self.head, self._last_round))
-                self._wake.set()
+                self._note_readiness(message)
             case Heard():
                 self._learn_head(peer, message.head)
                 if message.head == self.head:
@@ -552,8 +583,11 @@ class Peer:
 
     def _learn_head(self, peer: PeerId, head: Head) -> None:
         self._heads[peer] = head
-        if better(head, self.head):
+        if head != self.head and better(head, self.head):
+            self._ahead[peer] = head
             self._wake.set()
+        else:
+            self._ahead.pop(peer, None)
 
     def _called(self, peer: PeerId, call: Call) -> None:
         if self.island is None or self._stopping or better(self._owed, self.head):
@@ -582,8 +616,7 @@ class Peer:
 
     def _earlier(self, a: PeerId, b: PeerId) -> bool:
         """Whether candidate a stands before b for this base."""
-        run, base = self.manifest.run_id, self.head.id
-        return (self._voids.get(a, 0), rank(run, base, a)) < (self._voids.get(b, 0), rank(run, base, b))
+        return (self._voids.get(a, 0), self._rank(a)) < (self._voids.get(b, 0), self._rank(b))
 
     def _answered(self, peer: PeerId, message: Enter | Busy | Refuse) -> None:
         calling = self._calling
@@ -813,7 +846,7 @@ class Peer:
     # --- the round -----------------------------------------------------------------------------------------------
 
     def _obsolete(self) -> bool:
-        return bool(self._commits) or any(better(head, self.head) for head in self._heads.values())
+        return bool(self._commits or self._ahead)
 
     async def _run_round(self, sealed: Sealed, snapshot: Snapshot) -> None:
         """From the seal to the commit, or back to training."""
@@ -1011,7 +1044,7 @@ class Peer:
 
     def _must_catch_up(self) -> bool:
         """Whether a better head has been known for so long that its commit will not come by itself any more."""
-        if not any(better(head, self.head) for head in self._heads.values()):
+        if not self._ahead:
             self._better_since = None
             return False
         now = self.transport.now()
@@ -1025,8 +1058,7 @@ class Peer:
         if self._checkpointing is not None:
             await self._checkpointing
             self._checkpointing = None
-        ahead = [peer for peer, head in self._heads.items() if better(head, self.head)]
-        ahead.sort(key=lambda peer: (self.messenger.failing(peer), -self.messenger.heard(peer)))
+        ahead = sorted(self._ahead, key=lambda peer: (self.messenger.failing(peer), -self.messenger.heard(peer)))
         try:
             plan = await self.fetcher.fetch_into(self.store, ahead[:MAX_DONORS], self.head)
         except TransportError as error:
@@ -1036,6 +1068,7 @@ class Peer:
             # What they said is not what they give; they will say it again if it is so.
             for peer in ahead:
                 self._heads.pop(peer, None)
+                self._ahead.pop(peer, None)
             await asyncio.sleep(self._silence / 5)
         elif plan.base == self.head and plan.checkpoint is None:
             for step in plan.steps:
