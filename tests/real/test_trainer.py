@@ -80,8 +80,10 @@ def test_it_trains_on_its_lease_and_stands_still_when_frozen() -> None:
         await asyncio.sleep(0.3)
         assert island.progress().steps == 0, "it was not told of global parameters yet"
         await island.resume(reload=True, spent=1, outer_step=0)
-        await until(lambda: island.progress().leased == 1)
+        # units count as used before their step begins, so wait for the step as well
+        await until(lambda: island.progress().steps == 30)
         progress = island.progress()
+        assert progress.leased == 1
         assert (progress.steps, progress.units, progress.tokens) == (30, 120, 120 * 32)
         assert progress.loss is not None
         assert progress.loss < 5.5
