@@ -234,9 +234,10 @@ class HivemindDht(Dht):
             backoff_rate=1.5,
             client_mode=True,  # so that it registers no procedures: ours come next
         )
-        protocol = await self._class.create(
+        making = self._class.create(
             p2p, node.node_id, _BUCKET, 5, _REPLICAS, _RPC_TIMEOUT, 16, 1, self._client, None, None
         )
+        protocol = await _apart(making, 10.0)
         protocol.storage = self._storage
         node.protocol = protocol
         self._node = node
@@ -261,9 +262,10 @@ class HivemindDht(Dht):
         protocol, who = node.protocol, PeerID.from_base58(peer)
         try:
             request = dht_pb2.PingRequest(peer=protocol.node_info, validate=False)
-            response = await protocol.get_stub(who).rpc_ping(request, timeout=_RPC_TIMEOUT)
+            call = protocol.get_stub(who).rpc_ping(request, timeout=_RPC_TIMEOUT)
+            response = await _apart(call, _RPC_TIMEOUT + 1)
         except TimeoutError:
-            reason: str | None = "connected, but it does not answer"
+            reason = "connected, but it does not answer"
         except Exception as error:
             text = str(error)
             if "not supported" in text:
@@ -283,7 +285,7 @@ class HivemindDht(Dht):
         """Look for the nodes nearest to this one, as every node does now and then."""
         node = self._node
         if node is not None:
-            await self._bounded(node.find_nearest_nodes([node.node_id]), 30.0)
+            await _try_apart(node.find_nearest_nodes([node.node_id]), 30.0)
 
     async def publish(self, key: str, value: bytes, expires_in: float) -> bool:
         node, key_id = self._node, self._id(key)
@@ -298,7 +300,7 @@ class HivemindDht(Dht):
         protocol = node.protocol
         known = self._known(node)
         if len(known) > _SMALL:
-            stored = await self._bounded(
+            stored = await _try_apart(
                 node.store(key, value, expiration, subkey=str(self._peer_id), exclude_self=self._client), 20.0
             )
             return bool(stored)
@@ -306,9 +308,8 @@ class HivemindDht(Dht):
             known[node.node_id] = None
         replicas = sorted(known, key=key_id.xor_distance)[:_REPLICAS]
         others = [known[replica] for replica in replicas if replica != node.node_id]
-        answers = await asyncio.gather(
-            *(protocol.call_store(who, [key_id], [packed], expiration, [str(self._peer_id)]) for who in others)
-        )
+        calls = [protocol.call_store(who, [key_id], [packed], expiration, [str(self._peer_id)]) for who in others]
+        answers = await _try_apart(asyncio.gather(*calls), 20.0) or []
         stored_here = node.node_id in replicas and protocol.storage.store_subkey(
             key_id, str(self._peer_id), packed, expiration
         )
@@ -350,7 +351,7 @@ class HivemindDht(Dht):
             if len(known) <= _SMALL:
                 await self._ask_all(node, known, list(ids), lambda key_id, value: merge(key_id, value, True))
             else:
-                found = await self._bounded(node.get_many_by_id(list(ids), math.inf), 20.0) or {}
+                found = await _try_apart(node.get_many_by_id(list(ids), math.inf), 20.0) or {}
                 for key_id, result in found.items():
                     if result is not None and isinstance(result.value, dict):
                         merge(key_id, result.value, False)
@@ -364,13 +365,12 @@ class HivemindDht(Dht):
         asked = {node.node_id}
         while todo := {node_id: who for node_id, who in known.items() if node_id not in asked}:
             asked.update(todo)
-            answers = await asyncio.gather(
-                *(
-                    node._call_find_with_blacklist(who, keys[first : first + _KEYS_A_CALL])
-                    for who in todo.values()
-                    for first in range(0, len(keys), _KEYS_A_CALL)
-                )
-            )
+            calls = [
+                node._call_find_with_blacklist(who, keys[first : first + _KEYS_A_CALL])
+                for who in todo.values()
+                for first in range(0, len(keys), _KEYS_A_CALL)
+            ]
+            answers = await _try_apart(asyncio.gather(*calls), 20.0) or []
             for answer in answers:
                 for key_id, (value, nearest) in (answer or {}).items():
                     if value is not None:
@@ -421,9 +421,35 @@ class HivemindDht(Dht):
             log.debug("a DHT entry was refused: %r", error)
             return False
 
-    async def _bounded(self, work: Any, seconds: float) -> Any:
-        try:
-            async with asyncio.timeout(seconds):
-                return await work
-        except TimeoutError:
-            return None
+
+async def _apart(work: Any, seconds: float) -> Any:
+    """Run hivemind's ``work`` in a task of its own, and leave it behind when we are cancelled or time is up.
+
+    Awaited directly, it may swallow a cancellation (``asyncio.wait_for`` of Python 3.11 does), and then its
+    caller never ends. Raises TimeoutError.
+    """
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(_look_at)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    except BaseException:
+        task.cancel()
+        raise
+    if not done:
+        task.cancel()
+        raise TimeoutError
+    return task.result()
+
+
+async def _try_apart(work: Any, seconds: float) -> Any:
+    """As :func:`_apart`; None when time is up."""
+    try:
+        return await _apart(work, seconds)
+    except TimeoutError:
+        return None
+
+
+def _look_at(task: asyncio.Future[Any]) -> None:
+    """Else an exception that comes when nobody waits any more is reported as a defect."""
+    if not task.cancelled():
+        task.exception()

@@ -535,7 +535,8 @@ class HivemindTransport(Transport):
         """At most 5 s: streams hand over what was sent, handlers end, then the daemon."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1.0)
         for task in list(self._handling):
             task.cancel()
         if self._handling:

@@ -290,7 +290,7 @@ class Daemon:
 
     def _signal(self, number: int) -> None:
         try:
-            self._process.send_signal(number)
+            os.kill(self.pid, number)  # Popen.send_signal would reap the process behind asyncio's back
         except ProcessLookupError:
             pass
 
