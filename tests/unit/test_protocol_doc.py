@@ -79,10 +79,7 @@ def seal_of(call: int, round: int, base: Position, rules: Manifest, *, weighed: 
     }  # fmt: skip
     calling = Calling(bytes([call]) * 16, round, base.head, {B.peer_id})
     calling.entered[B.peer_id] = members[B.peer_id]
-    size = sum(CODEC.encoded_size(LAYOUT.size(index)) for index in range(LAYOUT.count))
-    return make_seal(
-        calling, members[A.peer_id], coordinator=A.peer_id, codec_bytes=size, manifest=rules, layout=LAYOUT
-    )
+    return make_seal(calling, members[A.peer_id], coordinator=A.peer_id, manifest=rules, layout=LAYOUT)
 
 
 def averaged(index: int) -> bytes:
