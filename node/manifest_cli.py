@@ -32,6 +32,8 @@ class Codec(StrEnum):
     float32 = "float32"
     float16 = "float16"
     int8 = "int8"
+    int4 = "int4"
+    sparse = "sparse"
 
 
 @manifest_app.command()

@@ -44,6 +44,14 @@ class Kernels:
     int8_valid: Kernel
     int8_decode: Kernel
     int8_add: Kernel
+    int4_encode: Kernel
+    int4_valid: Kernel
+    int4_decode: Kernel
+    int4_add: Kernel
+    sparse_encode: Kernel
+    sparse_valid: Kernel
+    sparse_decode: Kernel
+    sparse_add: Kernel
     float16_encode: Kernel
     float16_valid: Kernel
     float16_decode: Kernel
@@ -152,6 +160,14 @@ def compile_kernels(*, cache: bool, cache_dir: Path | None = None) -> Kernels:
         "int8_valid": yes(frozen_octets, i8, i8),
         "int8_decode": none(frozen_octets, floats),
         "int8_add": none(frozen_octets, f4, floats),
+        "int4_encode": yes(frozen_floats, octets, u4),
+        "int4_valid": yes(frozen_octets, i8, i8),
+        "int4_decode": none(frozen_octets, floats),
+        "int4_add": none(frozen_octets, f4, floats),
+        "sparse_encode": yes(frozen_floats, octets, u4),
+        "sparse_valid": yes(frozen_octets, i8, i8),
+        "sparse_decode": none(frozen_octets, floats),
+        "sparse_add": none(frozen_octets, f4, floats),
         "float16_encode": yes(frozen_floats, octets, u4),
         "float16_valid": yes(frozen_octets, i8),
         "float16_decode": none(frozen_octets, floats),
@@ -224,7 +240,12 @@ def results(kernels: Kernels) -> dict[str, bytes]:
     kernels.float32_add(values, f4(12345), into)
     found["float32_add"] = into.tobytes()
 
-    for codec, size, bound in (("int8", n + 2 * (n // 64 + 1), (n, 0x5C80)), ("float16", 2 * n, (n,))):
+    for codec, size, bound in (
+        ("int8", n + 2 * (n // 64 + 1), (n, 0x5C80)),
+        ("int4", (n + 1) // 2 + 2 * (n // 64 + 1), (n, 0x5C80)),
+        ("sparse", 2 + (3 * 49 + 1) // 2 + (49 + 3) // 4, (n, 0xBF0)),
+        ("float16", 2 * n, (n,)),
+    ):
         payload = np.zeros(size, np.uint8)
         good = getattr(kernels, f"{codec}_encode")(values, payload, limit)
         found[f"{codec}_encode"] = bytes([good]) + payload.tobytes()

@@ -21,12 +21,20 @@ Floats = NDArray[np.float32]
 BLOCK = 64
 ROUNDER = np.float32(12582912.0)
 """1.5·2²³: adding and subtracting it rounds |q| < 2²² to an integer, half to even."""
+ROUNDER_64 = np.float64(6755399441055744.0)
+"""1.5·2⁵², the same for float64."""
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX_2 = np.uint64(0x94D049BB133111EB)
 LOW = np.uint64(0x0000FFFF0000FFFF)
 CENTRE = 4 * 65535
+INT4_LEVELS = np.array([-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127], np.float32)
+"""The sixteen levels of ``int4``, by code. Integers, so that level · scale is exact in float32."""
+INT4_ZERO = np.uint8(7)
+"""The code of level 0."""
+STRETCH = 4096
+"""Values of ``sparse`` that compete for being kept; of each 64, rounded up, one is."""
 
 
 def largest(values: Floats) -> Any:
@@ -145,6 +153,314 @@ def int8_add(payload: Bytes, weight: Any, into: Floats) -> None:
             for i in range(start, n):
                 value = np.float32(np.float32(np.int8(levels[i])) * scale)
                 into[i] = np.float32(into[i] + np.float32(weight * value))
+
+
+def int4_encode(values: Floats, payload: Bytes, limit: Any) -> bool:
+    """False when a magnitude is above ``limit`` (bits); the payload is then partly written."""
+    n = values.size
+    blocks = (n + BLOCK - 1) // BLOCK
+    whole = n // BLOCK
+    # Each block passes through these two, so that the last one, filled up with zeros, is like the others.
+    part = np.zeros(BLOCK, np.float32)
+    codes = np.empty(BLOCK, np.int32)
+    for block in range(blocks):
+        start = block * BLOCK
+        half = BLOCK // 2
+        if block < whole:
+            for j in range(BLOCK):
+                part[j] = values[start + j]
+        else:
+            half = (n - start + 1) // 2
+            part[:] = np.float32(0)
+            for i in range(start, n):
+                part[i - start] = values[i]
+        worst = np.uint32(0)
+        for j in range(BLOCK):
+            worst = max(worst, np.uint32(np.float32(part[j]).view(np.uint32) & MAGNITUDE))
+        if worst > limit:
+            return False
+        exact = np.float32(np.uint32(worst).view(np.float32) / np.float32(127))
+        bits = np.uint32((np.float32(exact).view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16))
+        payload[2 * block] = np.uint8(bits & np.uint32(0xFF))
+        payload[2 * block + 1] = np.uint8(bits >> np.uint32(8))
+        scale = np.uint32(bits << np.uint32(16)).view(np.float32)
+        if bits == 0:
+            scale = np.float32(1)
+        for j in range(BLOCK):
+            q = np.float32(part[j] / scale)
+            # The half-way points between levels that q has passed; on one, the level nearer to zero is taken.
+            # Counting all of them makes vector code, a search does not.
+            code = np.int32(q >= np.float32(-107.5)) + np.int32(q >= np.float32(-77.5))
+            code += np.int32(q >= np.float32(-58.5)) + np.int32(q >= np.float32(-43))
+            code += np.int32(q >= np.float32(-29.5)) + np.int32(q >= np.float32(-17.5))
+            code += np.int32(q >= np.float32(-6)) + np.int32(q > np.float32(5))
+            code += np.int32(q > np.float32(15)) + np.int32(q > np.float32(25.5))
+            code += np.int32(q > np.float32(37)) + np.int32(q > np.float32(49.5))
+            code += np.int32(q > np.float32(63.5)) + np.int32(q > np.float32(81.5))
+            code += np.int32(q > np.float32(109.5))
+            codes[j] = code
+        first = 2 * blocks + block * (BLOCK // 2)
+        if block < whole:
+            for j in range(BLOCK // 2):
+                payload[first + j] = np.uint8(codes[j] | (codes[j + BLOCK // 2] << np.int32(4)))
+        else:
+            for j in range(half):
+                payload[first + j] = np.uint8(codes[j] | (codes[j + half] << np.int32(4)))
+    return True
+
+
+def int4_valid(payload: Bytes, n: int, limit: int) -> bool:
+    """Whether every scale is below ``limit`` (bits) and the half of a byte that holds no value is level 0."""
+    blocks = (n + BLOCK - 1) // BLOCK
+    for block in range(blocks):
+        if np.int32(payload[2 * block]) + np.int32(payload[2 * block + 1]) * np.int32(256) >= limit:
+            return False
+    return bool(n % 2 == 0 or payload[2 * blocks + (n - 1) // 2] >> np.uint8(4) == INT4_ZERO)
+
+
+def int4_decode(payload: Bytes, out: Floats) -> None:
+    """``out = level * scale`` (exact in float32)."""
+    n = out.size
+    blocks = (n + BLOCK - 1) // BLOCK
+    whole = n // BLOCK
+    for block in range(blocks):
+        bits = np.uint32(payload[2 * block]) | (np.uint32(payload[2 * block + 1]) << np.uint32(8))
+        scale = np.uint32(bits << np.uint32(16)).view(np.float32)
+        start = block * BLOCK
+        first = 2 * blocks + block * (BLOCK // 2)
+        if block < whole:
+            for j in range(BLOCK // 2):
+                out[start + j] = np.float32(INT4_LEVELS[payload[first + j] & np.uint8(15)] * scale)
+            for j in range(BLOCK // 2):
+                out[start + BLOCK // 2 + j] = np.float32(INT4_LEVELS[payload[first + j] >> np.uint8(4)] * scale)
+        else:
+            half = (n - start + 1) // 2
+            for i in range(start, n):
+                octet = payload[first + (i - start) % half]
+                code = octet >> np.uint8(4) if i - start >= half else octet & np.uint8(15)
+                out[i] = np.float32(INT4_LEVELS[code] * scale)
+
+
+def int4_add(payload: Bytes, weight: Any, into: Floats) -> None:
+    """``into += weight * (level * scale)``."""
+    n = into.size
+    blocks = (n + BLOCK - 1) // BLOCK
+    whole = n // BLOCK
+    for block in range(blocks):
+        bits = np.uint32(payload[2 * block]) | (np.uint32(payload[2 * block + 1]) << np.uint32(8))
+        scale = np.uint32(bits << np.uint32(16)).view(np.float32)
+        start = block * BLOCK
+        first = 2 * blocks + block * (BLOCK // 2)
+        if block < whole:
+            for j in range(BLOCK // 2):
+                value = np.float32(INT4_LEVELS[payload[first + j] & np.uint8(15)] * scale)
+                into[start + j] = np.float32(into[start + j] + np.float32(weight * value))
+            for j in range(BLOCK // 2):
+                value = np.float32(INT4_LEVELS[payload[first + j] >> np.uint8(4)] * scale)
+                i = start + BLOCK // 2 + j
+                into[i] = np.float32(into[i] + np.float32(weight * value))
+        else:
+            half = (n - start + 1) // 2
+            for i in range(start, n):
+                octet = payload[first + (i - start) % half]
+                code = octet >> np.uint8(4) if i - start >= half else octet & np.uint8(15)
+                value = np.float32(INT4_LEVELS[code] * scale)
+                into[i] = np.float32(into[i] + np.float32(weight * value))
+
+
+def sparse_encode(values: Floats, payload: Bytes, limit: Any) -> bool:
+    """False when a magnitude is above ``limit`` (bits); the payload is then partly written."""
+    n = values.size
+    bits = np.empty(STRETCH, np.uint32)
+    lanes = np.empty(BLOCK, np.uint32)
+    candidates = np.empty(STRETCH, np.uint32)
+    places = np.empty(STRETCH, np.int32)
+    kept = np.empty(BLOCK, np.int32)
+    order = np.empty(BLOCK, np.float64)
+    sums = np.empty(BLOCK, np.float64)
+    position = 0
+    for start in range(0, n, STRETCH):
+        m = min(STRETCH, n - start)
+        k = (m + BLOCK - 1) // BLOCK
+        lanes[:] = np.uint32(0)
+        for row in range(m // BLOCK):
+            for j in range(BLOCK):
+                magnitude = np.uint32(np.float32(values[start + row * BLOCK + j]).view(np.uint32) & MAGNITUDE)
+                bits[row * BLOCK + j] = magnitude
+                lanes[j] = max(lanes[j], magnitude)
+        for i in range(m // BLOCK * BLOCK, m):
+            magnitude = np.uint32(np.float32(values[start + i]).view(np.uint32) & MAGNITUDE)
+            bits[i] = magnitude
+            lanes[i % BLOCK] = max(lanes[i % BLOCK], magnitude)
+        low, high = lanes[0], lanes[0]
+        for j in range(BLOCK):
+            low, high = min(low, lanes[j]), max(high, lanes[j])
+        if high > limit:
+            return False
+
+        # The smallest of 64 disjoint maxima: at least 64 >= k magnitudes reach it, usually few more.
+        count = np.int64(0)
+        for i in range(m):
+            candidates[count] = bits[i]
+            places[count] = i
+            count += np.int64(bits[i] >= low)
+        # The k-th largest, by halving; low always is reached by k or more, high + 1 by fewer.
+        while low < high:
+            middle = np.uint32(low + (high - low + np.uint32(1)) // np.uint32(2))
+            reached = np.int32(0)
+            for i in range(count):
+                reached += np.int32(candidates[i] >= middle)
+            if reached == k:
+                low = middle
+                break
+            if reached > k:
+                low = middle
+            else:
+                high = np.uint32(middle - np.uint32(1))
+        spare = np.int64(k)
+        for i in range(count):
+            spare -= np.int64(candidates[i] > low)
+        found = 0
+        for i in range(count):
+            if candidates[i] > low or (candidates[i] == low and spare > 0):
+                spare -= np.int64(candidates[i] == low)
+                kept[found] = places[i]
+                found += 1
+
+        # Magnitudes from the largest down (an insertion sort: 64 at most), and their sums one by one.
+        for i in range(k):
+            magnitude_ = np.float64(np.uint32(bits[kept[i]]).view(np.float32))
+            j = i
+            while j > 0 and order[j - 1] < magnitude_:
+                order[j] = order[j - 1]
+                j -= 1
+            order[j] = magnitude_
+        total = np.float64(0)
+        for i in range(k):
+            total = total + order[i]
+            sums[i] = total
+        # The split into c large and k - c small ones whose means leave the least squared error.
+        best, split = np.float64(-1), 1
+        for c in range(1, k + 1):
+            score = sums[c - 1] * sums[c - 1] / np.float64(c)
+            if c < k:
+                rest = total - sums[c - 1]
+                score = score + rest * rest / np.float64(k - c)
+            if score > best:
+                best, split = score, c
+        mean = np.float32(sums[split - 1] / np.float64(split))
+        raw = np.float32(mean).view(np.uint32)
+        upper = np.uint32((raw + np.uint32(0x3FFFF) + ((raw >> np.uint32(19)) & np.uint32(1))) >> np.uint32(19))
+        large = np.uint32(upper << np.uint32(19)).view(np.float32)
+        sixteenths = np.uint32(0)
+        if upper > 0 and split < k:
+            ratio = (total - sums[split - 1]) / np.float64(k - split) * np.float64(16) / np.float64(large)
+            sixteenths = np.uint32(min((ratio + ROUNDER_64) - ROUNDER_64, np.float64(15)))
+        small = np.float32(large * np.float32(np.float32(sixteenths) * np.float32(0.0625)))
+        boundary = np.float32(np.float32(large + small) * np.float32(0.5))
+
+        word = np.uint32((upper << np.uint32(4)) | sixteenths)
+        payload[position] = np.uint8(word & np.uint32(0xFF))
+        payload[position + 1] = np.uint8(word >> np.uint32(8))
+        index_at = position + 2
+        code_at = index_at + (3 * k + 1) // 2
+        position = code_at + (k + 3) // 4
+        payload[index_at:position] = np.uint8(0)
+        for i in range(k):
+            place = kept[i]
+            octet = index_at + 3 * (i // 2)
+            if i % 2 == 0:
+                payload[octet] = np.uint8(place & 0xFF)
+                payload[octet + 1] = np.uint8(place >> 8)
+            else:
+                payload[octet + 1] |= np.uint8((place & 0xF) << 4)
+                payload[octet + 2] = np.uint8(place >> 4)
+            above = np.uint32(bits[place]).view(np.float32) > boundary
+            sign = np.float32(values[start + place]).view(np.uint32) >> np.uint32(31)
+            payload[code_at + i // 4] |= np.uint8((np.uint32(above) | (sign << np.uint32(1))) << np.uint32(2 * (i % 4)))
+    return True
+
+
+def sparse_valid(payload: Bytes, n: int, limit: int) -> bool:
+    """Whether every magnitude is at most ``limit`` (12 bits), indices rise and lie inside, and spare bits are 0."""
+    position = 0
+    for start in range(0, n, STRETCH):
+        m = min(STRETCH, n - start)
+        k = (m + BLOCK - 1) // BLOCK
+        word = np.int32(payload[position]) + np.int32(payload[position + 1]) * np.int32(256)
+        if word >> np.int32(4) > limit:
+            return False
+        index_at = position + 2
+        code_at = index_at + (3 * k + 1) // 2
+        position = code_at + (k + 3) // 4
+        last = np.int32(-1)
+        for i in range(k):
+            octet = index_at + 3 * (i // 2)
+            middle = np.int32(payload[octet + 1])
+            if i % 2 == 0:
+                place = np.int32(payload[octet]) | ((middle & np.int32(15)) << np.int32(8))
+            else:
+                place = (middle >> np.int32(4)) | (np.int32(payload[octet + 2]) << np.int32(4))
+            if place <= last:
+                return False
+            last = place
+        if last >= m:
+            return False
+        if k % 2 == 1 and payload[code_at - 1] >> np.uint8(4) != 0:
+            return False
+        if k % 4 != 0 and payload[position - 1] >> np.uint8(2 * (k % 4)) != 0:
+            return False
+    return True
+
+
+def sparse_decode(payload: Bytes, out: Floats) -> None:
+    """Zeros, and at the places kept ± large or small."""
+    n = out.size
+    position = 0
+    out[:] = np.float32(0)
+    for start in range(0, n, STRETCH):
+        k = (min(STRETCH, n - start) + BLOCK - 1) // BLOCK
+        word = np.uint32(payload[position]) | (np.uint32(payload[position + 1]) << np.uint32(8))
+        large = np.uint32((word >> np.uint32(4)) << np.uint32(19)).view(np.float32)
+        small = np.float32(large * np.float32(np.float32(word & np.uint32(15)) * np.float32(0.0625)))
+        index_at = position + 2
+        code_at = index_at + (3 * k + 1) // 2
+        position = code_at + (k + 3) // 4
+        for i in range(k):
+            octet = index_at + 3 * (i // 2)
+            middle = np.int64(payload[octet + 1])
+            if i % 2 == 0:
+                place = np.int64(payload[octet]) | ((middle & 15) << 8)
+            else:
+                place = (middle >> 4) | (np.int64(payload[octet + 2]) << 4)
+            code = (payload[code_at + i // 4] >> np.uint8(2 * (i % 4))) & np.uint8(3)
+            value = large if code & np.uint8(1) else small
+            out[start + place] = np.float32(-value) if code & np.uint8(2) else value
+
+
+def sparse_add(payload: Bytes, weight: Any, into: Floats) -> None:
+    """``into += weight * value`` at the places kept; the others are not touched."""
+    n = into.size
+    position = 0
+    for start in range(0, n, STRETCH):
+        k = (min(STRETCH, n - start) + BLOCK - 1) // BLOCK
+        word = np.uint32(payload[position]) | (np.uint32(payload[position + 1]) << np.uint32(8))
+        large = np.uint32((word >> np.uint32(4)) << np.uint32(19)).view(np.float32)
+        small = np.float32(large * np.float32(np.float32(word & np.uint32(15)) * np.float32(0.0625)))
+        index_at = position + 2
+        code_at = index_at + (3 * k + 1) // 2
+        position = code_at + (k + 3) // 4
+        for i in range(k):
+            octet = index_at + 3 * (i // 2)
+            middle = np.int64(payload[octet + 1])
+            if i % 2 == 0:
+                place = np.int64(payload[octet]) | ((middle & 15) << 8)
+            else:
+                place = (middle >> 4) | (np.int64(payload[octet + 2]) << 4)
+            code = (payload[code_at + i // 4] >> np.uint8(2 * (i % 4))) & np.uint8(3)
+            value = large if code & np.uint8(1) else small
+            value = np.float32(-value) if code & np.uint8(2) else value
+            into[start + place] = np.float32(into[start + place] + np.float32(weight * value))
 
 
 def float16_encode(values: Floats, payload: Bytes, limit: Any) -> bool:

@@ -173,10 +173,21 @@ class OuterSection(_Section):
 class CodecSection(_Section):
     """[codec]: how pseudo-gradients are packed."""
 
-    name: Literal["float32", "float16", "int8"] = Field(description='"float32", "float16" or "int8" (blockwise)')
+    name: Literal["float32", "float16", "int8", "int4", "sparse"] = Field(
+        description='"float32", "float16", "int8", "int4" (blockwise) or "sparse" (the largest 64 of 4096)'
+    )
     error_feedback: float = Field(
         ge=0, le=1, description="share of the packing error that is carried to the next round; 0: none"
     )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.name == "sparse" and self.error_feedback == 0:
+            raise ValueError(
+                'name = "sparse" with error_feedback = 0 would throw 63 of 64 values away; set error_feedback to '
+                "0.95, or use another codec"
+            )
+        return self
 
 
 class StateSection(_Section):

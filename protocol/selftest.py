@@ -22,6 +22,14 @@ KNOWN: dict[str, str] = {
     "kernel int8_valid": "48fc721fbbc172e0",
     "kernel int8_decode": "c39b2a995442adcc",
     "kernel int8_add": "cd7699f28992d21e",
+    "kernel int4_encode": "10cf9c36953f3ed4",
+    "kernel int4_valid": "48fc721fbbc172e0",
+    "kernel int4_decode": "109f5ed92d71c83b",
+    "kernel int4_add": "05f38ab0c74b81c6",
+    "kernel sparse_encode": "864bfbd380eb1164",
+    "kernel sparse_valid": "48fc721fbbc172e0",
+    "kernel sparse_decode": "0372536f9466cc86",
+    "kernel sparse_add": "303fa33d05c6fe5a",
     "kernel float16_encode": "ea09aecdd47792c5",
     "kernel float16_valid": "48fc721fbbc172e0",
     "kernel float16_decode": "9e001c8815162492",
@@ -33,6 +41,8 @@ KNOWN: dict[str, str] = {
     "codec float32": "bcf8580a2a904ed9",
     "codec float16": "3371b4e56a020b1f",
     "codec int8": "4fa2eb6e2e83b85b",
+    "codec int4": "57fc5947e72750fd",
+    "codec sparse": "7cbcb6550f05425f",
 }
 """The first 8 bytes of each digest, in hex."""
 

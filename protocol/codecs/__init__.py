@@ -9,11 +9,25 @@ from ..errors import ConfigError
 from .base import MAX_MAGNITUDE, MAX_WEIGHT, Codec
 from .float16 import Float16
 from .float32 import Float32
+from .int4 import Int4
 from .int8 import Int8
+from .sparse import Sparse
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), Float16(), Int8())}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), Float16(), Int8(), Int4(), Sparse())}
 
-__all__ = ["CODECS", "MAX_MAGNITUDE", "MAX_WEIGHT", "Codec", "Float16", "Float32", "Int8", "get_codec"]
+__all__ = [
+    "CODECS",
+    "MAX_MAGNITUDE",
+    "MAX_WEIGHT",
+    "Codec",
+    "Float16",
+    "Float32",
+    "Int4",
+    "Int8",
+    "Sparse",
+    "averages_codec",
+    "get_codec",
+]
 
 
 def get_codec(name: str) -> Codec:
@@ -22,3 +36,14 @@ def get_codec(name: str) -> Codec:
     if codec is None:
         raise ConfigError(f"unknown codec {name!r}; choose one of {', '.join(CODECS)}")
     return codec
+
+
+def averages_codec(name: str) -> Codec:
+    """The codec of averaged chunks in a run whose contributions are packed by ``name``.
+
+    The same one, except for ``sparse``: a mean of sparse contributions keeps more values than any of them, and what a
+    reducer dropped from it would be lost, since no residual takes it up. Raises :class:`ConfigError` as
+    :func:`get_codec` does.
+    """
+    codec = get_codec(name)
+    return get_codec(codec.averages or codec.name)

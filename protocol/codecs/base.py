@@ -36,6 +36,8 @@ class Codec(ABC):
     """Version of the wire format; a changed format gets a new name or a new protocol version."""
     lossless: ClassVar[bool]
     """Whether decoding gives back exactly what was encoded."""
+    averages: ClassVar[str] = ""
+    """Name of the codec in which averages of such contributions travel; empty: this one."""
 
     @abstractmethod
     def encoded_size(self, n: int) -> int:

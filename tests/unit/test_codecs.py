@@ -12,14 +12,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from atoll.protocol import kernels
-from atoll.protocol.codecs import CODECS, MAX_MAGNITUDE, MAX_WEIGHT, Codec, get_codec
+from atoll.protocol.codecs import CODECS, MAX_MAGNITUDE, MAX_WEIGHT, Codec, averages_codec, get_codec
 from atoll.protocol.errors import ConfigError, NonFinite, PeerMisbehaved
+from atoll.protocol.manifest import CodecSection
 
 Floats = NDArray[np.float32]
 NAMES = list(CODECS)
-LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 1000, 4096)
+LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 1000, 4096, 4097, 3 * 4096 + 130)
 
 
 @functools.cache
@@ -64,6 +66,8 @@ def special() -> dict[str, Floats]:
         found[f"huge{n}"] = np.full(n, MAX_MAGNITUDE, np.float32)
         found[f"outlier{n}"] = np.where(np.arange(n) % 64 == 5, 1e6, rng.standard_normal(n)).astype(np.float32)
         found[f"probe{n}"] = kernels.probe(n)
+        found[f"lonely{n}"] = np.where(np.arange(n) == n // 2, np.float32(-3), np.float32(0))
+        found[f"tied{n}"] = (rng.integers(-2, 3, n) / 4).astype(np.float32)
     found["negative zero"] = np.full(70, -0.0, np.float32)
     found["halves"] = (np.arange(-127, 128) / 2).astype(np.float32)
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
@@ -94,12 +98,30 @@ def check_error(codec: Codec, values: Floats, back: Floats) -> None:
         assert (error <= np.maximum(2.0**-25, np.abs(exact) * 2.0**-11))[inside].all()
         assert (np.abs(got) == 65504)[~inside].all()
         assert (np.sign(got) == np.sign(exact))[~inside].all()
+    elif codec.name == "sparse":
+        check_sparse_error(exact, got)
     else:
+        # half of the widest gap between levels
+        widest = {"int8": 0.5, "int4": 19.5}[codec.name]
         for start in range(0, values.size, 64):
             worst = np.abs(exact[start : start + 64]).max()
-            # half a step; the step is the largest magnitude over 127, rounded up by at most 2^-7 of itself
-            bound = worst / 127 / 2 * (1 + 2.0**-7) + 2.0**-133
+            # the scale is the largest magnitude over 127, rounded up by at most 2^-7 of itself
+            bound = worst / 127 * widest * (1 + 2.0**-7) + 2.0**-133 * widest
             assert error[start : start + 64].max() <= bound * (1 + 1e-6)
+
+
+def check_sparse_error(exact: NDArray[np.float64], got: NDArray[np.float64]) -> None:
+    """One magnitude in 64 is kept, the largest; signs are right; sending never makes the residual larger."""
+    for start in range(0, exact.size, 4096):
+        x, y = exact[start : start + 4096], got[start : start + 4096]
+        kept = -(-x.size // 64)
+        (sent,) = np.nonzero(y)
+        assert len(sent) <= kept
+        assert len(set(np.abs(y[sent]))) <= 2
+        assert (np.sign(x[sent]) == np.sign(y[sent])).all()
+        if len(sent):
+            assert np.abs(x[sent]).min() >= np.sort(np.abs(x))[-kept]
+        assert np.sum((x - y) ** 2) <= np.sum(x**2)
 
 
 @pytest.mark.usefixtures("_kernels")
@@ -144,6 +166,49 @@ def test_any_vector(name: str, values: Floats, weight: float) -> None:
     codec.accumulate(payload, weight, into)
     assert into.tobytes() == expected.tobytes()
     assert np.isfinite(into).all()
+
+
+@given(
+    n=st.one_of(st.integers(4000, 4300), st.integers(1, 20000)),
+    seed=st.integers(0, 2**32),
+    kind=st.sampled_from(["normal", "heavy", "few values", "mostly zero", "probe", "rising"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_stretches(n: int, seed: int, kind: str) -> None:
+    """Long vectors, which the generator of vectors above does not make."""
+    rng = np.random.default_rng(seed)
+    values = {
+        "normal": lambda: rng.standard_normal(n),
+        "heavy": lambda: rng.standard_cauchy(n),
+        "few values": lambda: rng.integers(-3, 4, n) / 8,
+        "mostly zero": lambda: rng.standard_normal(n) * (rng.random(n) < 0.005),
+        "probe": lambda: kernels.probe(n, seed),
+        "rising": lambda: np.arange(n),
+    }[kind]()
+    for name in ("sparse", "int4", "int8"):
+        compare(get_codec(name), values.astype(np.float32), 2.5)
+
+
+@given(values=vectors, data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_damage_to_a_sparse_payload_is_read_or_refused_alike(values: Floats, data: st.DataObject) -> None:
+    """Random bytes are hardly ever valid indices; a payload with one damaged byte often is."""
+    codec = get_codec("sparse")
+    payload = bytearray(codec.encode(values))
+    payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    found: list[bytes | None] = []
+    for implementation in (kernels.NUMPY, compiled()):
+        with kernels.using(implementation):
+            into = np.ones(values.size, np.float32)
+            try:
+                codec.accumulate(payload, 3.0, into)
+            except PeerMisbehaved:
+                assert (into == 1).all()
+                found.append(None)
+            else:
+                assert np.isfinite(into).all()
+                found.append(into.tobytes())
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -194,6 +259,123 @@ def test_int8_by_the_book() -> None:
             assert abs(level - ratio) <= Fraction(1, 2) + Fraction(1, 2**16)
 
 
+NF4 = (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127)
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("length", [64 * 40, 64 * 40 + 9, 64 * 40 + 10])
+def test_int4_by_the_book(length: int) -> None:
+    values = np.concatenate([kernels.probe(length - 1000, 3), SPECIAL["normal1000"]])
+    payload = bytes(get_codec("int4").encode(values))
+    blocks = -(-length // 64)
+    assert len(payload) == 2 * blocks + -(-length // 2)
+    # the scales are those of int8
+    assert payload[: 2 * blocks] == bytes(get_codec("int8").encode(values))[: 2 * blocks]
+    for block in range(blocks):
+        part = values[block * 64 : block * 64 + 64]
+        (bits,) = struct.unpack_from("<H", payload, 2 * block)
+        scale = np.float32(struct.unpack("<f", struct.pack("<I", bits << 16))[0]) if bits else np.float32(1)
+        half = -(-len(part) // 2)
+        octets = payload[2 * blocks + 32 * block : 2 * blocks + 32 * block + half]
+        codes = [octet & 15 for octet in octets] + [octet >> 4 for octet in octets]
+        for i, value in enumerate(part):
+            ratio = Fraction(float(np.float32(value / scale)))
+            assert NF4[codes[i]] == min(NF4, key=lambda level: (abs(level - ratio), abs(level)))
+        assert codes[len(part) :] in ([], [7])
+
+
+def sparse_by_the_book(values: Floats) -> bytes:
+    """The specification, read aloud."""
+
+    def bits_of(value: float) -> int:
+        return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+    found = bytearray()
+    for start in range(0, values.size, 4096):
+        x = [float(v) for v in values[start : start + 4096]]
+        k = -(-len(x) // 64)
+        kept = sorted(sorted(range(len(x)), key=lambda i: (-abs(x[i]), i))[:k])
+        order = sorted((abs(x[i]) for i in kept), reverse=True)
+        sums, total = [], 0.0
+        for magnitude in order:
+            total += magnitude
+            sums.append(total)
+        scores = []
+        for c in range(1, k + 1):
+            score = sums[c - 1] * sums[c - 1] / c
+            if c < k:
+                score += (total - sums[c - 1]) * (total - sums[c - 1]) / (k - c)
+            scores.append(score)
+        c = scores.index(max(scores)) + 1
+        raw = bits_of(sums[c - 1] / c)
+        upper = (raw + 0x3FFFF + (raw >> 19 & 1)) >> 19
+        large = struct.unpack("<f", struct.pack("<I", upper << 19))[0]
+        sixteenths = 0
+        if upper and c < k:
+            sixteenths = min(round((total - sums[c - 1]) / (k - c) * 16 / large), 15)
+        boundary = (large + large * sixteenths / 16) / 2
+        found += struct.pack("<H", upper << 4 | sixteenths)
+        indices = sum(i << 12 * place for place, i in enumerate(kept))
+        found += indices.to_bytes(-(-12 * k // 8), "little")
+        codes = sum((bits_of(x[i]) >> 31 << 1 | (abs(x[i]) > boundary)) << 2 * place for place, i in enumerate(kept))
+        found += codes.to_bytes(-(-2 * k // 8), "little")
+    return bytes(found)
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("name", SPECIAL)
+def test_sparse_by_the_book(name: str) -> None:
+    values = SPECIAL[name]
+    assert bytes(get_codec("sparse").encode(values)) == sparse_by_the_book(values)
+
+
+def test_sparse_is_small() -> None:
+    codec = get_codec("sparse")
+    assert codec.encoded_size(4096) == 114
+    assert 4 * 4096 / codec.encoded_size(4096) >= 143
+    assert 4 * (1 << 20) / codec.encoded_size(1 << 20) >= 143
+    for n in range(1, 4097):
+        kept = -(-n // 64)
+        assert codec.encoded_size(4096 + n) == 114 + 2 + -(-12 * kept // 8) + -(-2 * kept // 8)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_zeros_that_sparse_had_to_keep_stay_zeros() -> None:
+    values = np.zeros(4096, np.float32)
+    values[[5, 4000]] = 3, -0.5
+    back = decoded(get_codec("sparse"), get_codec("sparse").encode(values), 4096)
+    assert back[5] == 3
+    assert np.count_nonzero(back) <= 2
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("distribution", ["normal", "t3"])
+def test_errors_are_those_of_the_documents(distribution: str) -> None:
+    """docs/decisions-codecs.md."""
+    rng = np.random.default_rng(1)
+    n = 4096 * 32
+    values = (rng.standard_normal(n) if distribution == "normal" else rng.standard_t(3, n)).astype(np.float32)
+    for name, expected in {"int8": (0.0060, 0.011), "int4": (0.0923, 0.124)}.items():
+        back = decoded(get_codec(name), get_codec(name).encode(values), n)
+        relative = np.linalg.norm(back - values) / np.linalg.norm(values)
+        assert relative == pytest.approx(expected[distribution == "t3"], rel=0.1)
+
+
+def test_averages_of_sparse_contributions_travel_in_a_codec_that_keeps_them() -> None:
+    assert averages_codec("sparse").name == "int8"
+    for name in ("float32", "float16", "int8", "int4"):
+        assert averages_codec(name).name == name
+    with pytest.raises(ConfigError, match="sparse"):
+        averages_codec("dense")
+
+
+def test_a_manifest_takes_these_codecs_and_refuses_sparse_without_error_feedback() -> None:
+    for name in NAMES:
+        assert CodecSection(name=name, error_feedback=1.0).name == name
+    with pytest.raises(ValidationError, match="error_feedback = 0"):
+        CodecSection(name="sparse", error_feedback=0.0)
+
+
 @pytest.mark.usefixtures("_kernels")
 def test_vectors_of_the_specification() -> None:
     """Those of docs/wire/codecs.md."""
@@ -207,6 +389,13 @@ def test_vectors_of_the_specification() -> None:
     assert encoded("int8", 1e-38, -5e-39, 1e-40) == "0100" + "6dca01"
     assert encoded("int8", 1e-45, 0) == "0000" + "0000"
     assert encoded("int8", 2.0**64, 1e-40) == "025c" + "7e00"
+    assert encoded("int4", 127, 5, 15, -6, -6.1, 25.5, -107.5, 109.5) == "803f" + "6f9718e7"
+    assert encoded("int4", 1, -1, 0.5, 2.0**-8, 0) == "023c" + "7f70" + "7c"
+    assert encoded("int4", 1e-45, 0) == "0000" + "77"
+    assert encoded("sparse", 0.5, -2, 1) == "0080" + "0100" + "03"
+    assert encoded("sparse", 1, *[0.25] * 63, 8, *[0.25] * 64, -1) == "0282" + "0000048100" + "24"
+    assert encoded("sparse", *[1] * 128) == "0f7f" + "001000" + "05"
+    assert encoded("sparse", 0) == "0000" + "0000" + "00"
     tiny = 2.0**-24
     found = encoded("float16", 65504, 65520, 1e9, -7e4, tiny, tiny / 2, 3 * tiny / 2, -1e-9, 1e-6, 3e-6)
     assert found == "ff7bff7bff7bfffb010000000200008011003200"
@@ -269,6 +458,19 @@ def poison() -> list[tuple[str, bytes]]:
             found.append(("int8", good[: 2 * block] + struct.pack("<H", bits) + good[2 * block + 2 :]))
     for place in (0, 63, 64):
         found.append(("int8", good[: 4 + place] + b"\x80" + good[5 + place :]))
+    good = bytes(get_codec("int4").encode(np.ones(65, np.float32)))
+    for bits in (0x7F80, 0x7FC0, 0xFF80, 0x8000, 0xBC02, 0x5C80, 0x7F7F):
+        for block in (0, 1):
+            found.append(("int4", good[: 2 * block] + struct.pack("<H", bits) + good[2 * block + 2 :]))
+    found.append(("int4", good[:-1] + bytes([good[-1] & 0x0F])))
+    # 65 values: two magnitudes, indices of 12 bits 0 and 1, codes
+    word, codes = "0f7f", "05"
+    # twice 0; 1 before 0; twice 1; 65, 66 and 4095 with 65 values
+    for indices in ("000000", "010000", "011000", "001004", "002004", "00f0ff"):
+        found.append(("sparse", bytes.fromhex(word + indices + codes)))
+    for large in ("10bf", "00c0", "00ff", "ffff"):
+        found.append(("sparse", bytes.fromhex(large + "001000" + codes)))
+    found.append(("sparse", bytes.fromhex(word + "001000" + "15")))
     return found
 
 

@@ -1,0 +1,172 @@
+"""``int8`` and ``int4`` on the device where the values are, so that only encoded bytes leave a GPU.
+
+The same bytes as :mod:`atoll.protocol.codecs` writes (docs/wire/codecs.md), from torch operations that round as IEEE
+754 demands on CPU and CUDA alike: one division, comparisons, integers. Two traps are avoided. Dividing a CUDA tensor by
+a Python number multiplies by its reciprocal, so every divisor here is a tensor on the device. And torch.compile may
+contract and reassociate, so nothing here is compiled.
+
+What the reducer and the outer step compute stays on the CPU, in the kernels of the protocol.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atoll.protocol.codecs import MAX_MAGNITUDE
+from atoll.protocol.codecs.base import LIMIT_BITS
+from atoll.protocol.codecs.int8 import BLOCK, SCALE_LIMIT
+from atoll.protocol.errors import NonFinite, PeerMisbehaved
+from atoll.protocol.kernels import subnormals_on
+from atoll.protocol.kernels_numba import INT4_LEVELS, INT4_ZERO
+from atoll.protocol.layout import ChunkLayout
+
+PIECE = 1 << 24
+"""Values that are encoded at a time: temporaries take about 10 bytes each."""
+SUPPORTED = ("int8", "int4")
+
+_LEVELS = [float(level) for level in INT4_LEVELS]
+_ZERO = int(INT4_ZERO)
+
+
+def encode(name: str, values: Tensor) -> Tensor:
+    """The payload of one chunk, uint8 on the device of ``values`` (float32 vector, at least one element).
+
+    name: ``"int8"`` or ``"int4"``. Raises :class:`NonFinite` when a value is NaN, infinite or above
+    ``MAX_MAGNITUDE``; finding that out waits for the device.
+    """
+    _check(name, values)
+    payload, worst = _encoded(name, values.detach()[None])
+    _refuse(int(worst), values.numel(), name)
+    return payload[0]
+
+
+def encode_chunks(name: str, values: Tensor, layout: ChunkLayout) -> Iterator[tuple[int, memoryview]]:
+    """Payloads of all chunks of a fragment, in order, as (index, bytes in host memory).
+
+    Many chunks are encoded at once and cross to the host together, encoded, in one copy. A payload is valid as long
+    as it is referenced. Raises :class:`NonFinite` as :func:`encode` does, before any payload of that piece.
+    """
+    _check(name, values)
+    if values.numel() != layout.parameters:
+        raise ValueError(f"expected {layout.parameters} values, found {values.numel()}")
+    values = values.detach()
+    whole = layout.parameters // layout.chunk
+    count = max(PIECE // layout.chunk, 1)
+    for first in range(0, layout.count, count):
+        last = min(first + count, whole)
+        if first < last:
+            rows = values[first * layout.chunk : last * layout.chunk].view(last - first, layout.chunk)
+            yield from _rows(name, rows, first)
+        if first + count >= layout.count > whole:
+            yield from _rows(name, values[whole * layout.chunk :][None], whole)
+
+
+def decode(name: str, payload: Tensor, n: int) -> Tensor:
+    """``n`` float32 values from a payload (uint8 vector), on its device.
+
+    Raises :class:`PeerMisbehaved` as the protocol's decoders do; finding that out waits for the device.
+    """
+    _supported(name)
+    if payload.dtype != torch.uint8 or payload.ndim != 1 or n < 1:
+        raise ValueError(f"expected a vector of bytes and n >= 1, found {payload.dtype}, n = {n}")
+    blocks = -(-n // BLOCK)
+    size = 2 * blocks + (n if name == "int8" else -(-n // 2))
+    if payload.numel() != size:
+        raise PeerMisbehaved(f"a chunk of {n} values in {name} takes {size} bytes, received {payload.numel()}")
+    _subnormals(payload)
+    pairs = payload[: 2 * blocks].view(blocks, 2).to(torch.int32)
+    bits = pairs[:, 0] | (pairs[:, 1] << 8)
+    bad = bits.amax() >= SCALE_LIMIT
+    data = payload[2 * blocks :]
+    if name == "int8":
+        bad |= (data == 128).any()
+        levels = data.view(torch.int8).to(torch.float32)
+    else:
+        if n % 2:
+            bad |= (data[-1] >> 4) != _ZERO
+        whole = n // BLOCK
+        rows = data[: whole * BLOCK // 2].view(whole, BLOCK // 2)
+        rest = data[whole * BLOCK // 2 :]
+        codes = torch.cat([torch.cat([rows & 15, rows >> 4], dim=1).flatten(), rest & 15, rest >> 4])[:n]
+        levels = torch.tensor(_LEVELS, dtype=torch.float32, device=payload.device)[codes.to(torch.int64)]
+    if bool(bad):
+        raise PeerMisbehaved(f"a chunk in {name} holds what no encoder writes")
+    scales = (bits << 16).view(torch.float32)
+    return levels * scales.repeat_interleave(BLOCK)[:n]
+
+
+def _rows(name: str, rows: Tensor, first: int) -> Iterator[tuple[int, memoryview]]:
+    payload, worst = _encoded(name, rows)
+    _refuse(int(worst), rows.numel(), name)
+    host = np.ascontiguousarray(payload.cpu().numpy())
+    for index, row in enumerate(host, first):
+        yield index, row.data
+
+
+def _encoded(name: str, chunks: Tensor) -> tuple[Tensor, Tensor]:
+    """Chunks [count, n] as payloads uint8 [count, size], and the bits of the largest magnitude (on the device)."""
+    _subnormals(chunks)
+    count, n = chunks.shape
+    blocks = -(-n // BLOCK)
+    rows = torch.nn.functional.pad(chunks, (0, blocks * BLOCK - n)) if n % BLOCK else chunks
+    rows = rows.reshape(count, blocks, BLOCK)
+    # NaN passes a maximum of magnitudes; as integers, NaN and infinities lie above every number.
+    worst = (rows.view(torch.int32) & 0x7FFFFFFF).amax(dim=2)
+    exact = worst.view(torch.float32) / torch.full((1,), 127.0, device=chunks.device)
+    # Above the limit, bits wrap around or name NaN; the caller refuses the chunk by ``worst`` then.
+    bits = (exact.view(torch.int32) + 0xFFFF) >> 16
+    scales = torch.where(bits == 0, torch.ones_like(exact), (bits << 16).view(torch.float32))
+    quotients = rows / scales[:, :, None]
+    heads = torch.stack([bits & 0xFF, bits >> 8], dim=2).to(torch.uint8).view(count, 2 * blocks)
+    if name == "int8":
+        levels = quotients.round_().to(torch.int8).view(count, -1)[:, :n]
+        return torch.cat([heads, levels.contiguous().view(torch.uint8)], dim=1), worst.amax()
+    codes = _codes(quotients)
+    octets = codes[:, :, : BLOCK // 2] | (codes[:, :, BLOCK // 2 :] << 4)
+    whole = n // BLOCK
+    parts = [heads, octets[:, :whole].reshape(count, -1)]
+    if n % BLOCK:
+        half = (n % BLOCK + 1) // 2
+        parts.append(codes[:, whole, :half] | (codes[:, whole, half : 2 * half] << 4))
+    return torch.cat(parts, dim=1), worst.amax()
+
+
+def _codes(quotients: Tensor) -> Tensor:
+    """Codes of the nearest levels, uint8; half-way, of the one nearer to zero."""
+    code = torch.zeros_like(quotients, dtype=torch.uint8)
+    for low, high in itertools.pairwise(_LEVELS):
+        middle = (low + high) / 2
+        code += quotients > middle if middle > 0 else quotients >= middle
+    return code
+
+
+def _refuse(worst: int, n: int, name: str) -> None:
+    if worst > int(LIMIT_BITS):
+        raise NonFinite(
+            f"cannot send {n} values as {name}: at least one is NaN, infinite or above {MAX_MAGNITUDE:.3g}; the "
+            "training has probably diverged (lower the learning rates)"
+        )
+
+
+def _subnormals(tensor: Tensor) -> None:
+    # CUDA kernels of torch keep subnormals; on the CPU it is the thread's control register that decides, also in the
+    # threads of torch's pool, which set_flush_denormal reaches.
+    if tensor.device.type == "cpu":
+        torch.set_flush_denormal(False)
+        subnormals_on()
+
+
+def _supported(name: str) -> None:
+    if name not in SUPPORTED:
+        raise ValueError(f"{name} is not encoded on the device; expected one of {', '.join(SUPPORTED)}")
+
+
+def _check(name: str, values: Tensor) -> None:
+    _supported(name)
+    if values.dtype != torch.float32 or values.ndim != 1 or not values.is_contiguous() or values.numel() == 0:
+        raise ValueError(f"expected a contiguous float32 vector, found {values.dtype} of {tuple(values.shape)}")
