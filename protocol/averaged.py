@@ -7,6 +7,7 @@ the run's codec. A chunk that nobody contributed to has an empty bitmap value, w
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 from .codecs import Codec
 from .commits import members_in
 from .errors import PeerMisbehaved
-from .messages import Member
+from .layout import ChunkLayout
+from .messages import Body, Member
 
 VERSION = 1
 _HEADER = struct.Struct(">BBIQ")
@@ -56,6 +58,25 @@ def size_limit(codec: Codec, elements: int, members: int) -> int:
 def hash_chunk(data: bytes) -> bytes:
     """What a commit names an averaged chunk by."""
     return blake3(data).digest()
+
+
+def check_all(
+    body: Body, chunks: Sequence[bytes], layout: ChunkLayout, codec: Codec
+) -> list[NDArray[np.float32] | None]:
+    """Validate all averaged chunks of a body, and decode them: float32 means, None where nobody contributed.
+
+    Raises :class:`PeerMisbehaved`: hashes alone say only that the chunks are those that somebody signed for.
+    """
+    means: list[NDArray[np.float32] | None] = []
+    if len(chunks) != len(body.chunks):
+        raise PeerMisbehaved(f"{len(chunks)} chunks for a body of {len(body.chunks)}")
+    for index, (data, entry) in enumerate(zip(chunks, body.chunks, strict=True)):
+        scratch = np.empty(layout.size(index), np.float32)
+        averaged = check(data, index, body.seal.members, codec, scratch)
+        if averaged.contributors != entry.contributors:
+            raise PeerMisbehaved(f"chunk {index} has other contributors than its commit says")
+        means.append(scratch if averaged.weight else None)
+    return means
 
 
 def check(data: bytes, index: int, members: list[Member], codec: Codec, scratch: NDArray[np.float32]) -> Averaged:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from .commits import split_parts
 from .control import Ballot, Enter
+from .deadline import deadline_seconds
 from .layout import ChunkLayout
 from .manifest import Manifest
-from .messages import Head, Member, Seal
-from .round import deadline_seconds
+from .messages import Head, Member, Seal, hash_of
 from .transport import PeerId
 
 
@@ -47,18 +48,33 @@ class Calling:
         return self.expected <= self.answered
 
 
+def unite(ballots: Iterable[Ballot]) -> list[Ballot]:
+    """One ballot for each body, with all votes that were shown for it: two members may know two votes each."""
+    united: dict[bytes, Ballot] = {}
+    for ballot in ballots:
+        key = hash_of(ballot.body)
+        known = united.get(key)
+        votes = list(known.votes) if known is not None else []
+        votes += [vote for vote in ballot.votes if vote not in votes]
+        united[key] = Ballot(ballot.roster, ballot.body, votes)
+    return list(united.values())
+
+
 def make_seal(
-    calling: Calling, own: Member, *, coordinator: PeerId, codec_bytes: int, manifest: Manifest, layout: ChunkLayout,
-    fragment: int = 0,
+    calling: Calling, own: Member, *, coordinator: PeerId, manifest: Manifest, layout: ChunkLayout,
+    unfit: Collection[PeerId] = (), fragment: int = 0,
 ) -> Seal:  # fmt: skip
-    """The roster of those who entered, the own included, most uncommitted tokens first when there are too many."""
+    """The roster of those who entered, the own included, most uncommitted tokens first when there are too many.
+
+    unfit: members that get no part to reduce, since they failed at one on this base.
+    """
     able = [m for m in calling.entered.values() if m.weight <= manifest.round.weight_cap and manifest.admits(m.peer)]
     able.sort(key=lambda member: (-member.weight, member.peer))
     members = sorted([own, *able[: manifest.round.max_group - 1]], key=lambda member: member.peer)
-    rates = [rate for m in members for rate in (m.upload, m.download) if rate > 0]
     weighed = any(member.weight for member in members)
-    parts = split_parts([(m.reachable, m.upload, m.download) for m in members], layout.count) if weighed else []
-    moved = codec_bytes if weighed else 0
+    fit = [(m.reachable and m.peer not in unfit, m.upload, m.download) for m in members]
+    if not any(reachable for reachable, _, _ in fit):
+        fit = [(m.peer == coordinator, m.upload, m.download) for m in members]
     return Seal(
         run=manifest.run_id,
         round=calling.round,
@@ -67,6 +83,6 @@ def make_seal(
         coordinator=coordinator,
         nonce=calling.nonce,
         members=members,
-        parts=parts,
-        deadline=deadline_seconds(manifest.round.silence, moved, len(members), min(rates, default=0.0)),
+        parts=split_parts(fit, layout.count) if weighed else [],
+        deadline=deadline_seconds(members, layout, manifest.codec.name, manifest.round.silence),
     )

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import msgspec
 
+from .deadline import deadline_seconds
 from .errors import PeerMisbehaved
 from .identity import Signer
 from .layout import ChunkLayout
 from .manifest import Manifest
 from .messages import (
     GENESIS,
+    MAX_ROUND_GAP,
     Body,
     ChunkEntry,
     Commit,
@@ -73,7 +75,7 @@ def split_parts(seal_members: Sequence[tuple[bool, float, float]], chunks: int) 
     """
     able = [i for i, (reachable, _, _) in enumerate(seal_members) if reachable] or [0]
     # A reducer receives n-1 and sends n-1 copies of its part, so the smaller direction counts.
-    rates = [min(seal_members[i][1], seal_members[i][2]) for i in able]
+    rates = [min(seal_members[i][1], seal_members[i][2], 1e15) for i in able]
     known = sorted(rate for rate in rates if rate > 0)
     median = known[len(known) // 2] if known else 1.0
     # Measured rates are noisy: no member gets more than four times another's share because of them.
@@ -147,10 +149,12 @@ def check_seal(seal: Seal, manifest: Manifest, layout: ChunkLayout) -> None:
         raise PeerMisbehaved("a roster of another run", seal.coordinator)
     if seal.fragment != 0:
         raise PeerMisbehaved(f"fragment {seal.fragment} of 1", seal.coordinator)
-    if seal.round <= seal.base.round:
+    if not seal.base.round < seal.round <= seal.base.round + MAX_ROUND_GAP:
         raise PeerMisbehaved(f"round {seal.round} on a base of round {seal.base.round}", seal.coordinator)
     if len({member.peer for member in seal.members}) != count:
         raise PeerMisbehaved("a member stands twice in a roster", seal.coordinator)
+    if count < manifest.round.quorum:
+        raise PeerMisbehaved(f"a roster of {count}, the manifest's quorum is {manifest.round.quorum}", seal.coordinator)
     if count > manifest.round.max_group:
         raise PeerMisbehaved(f"a roster of {count}, the manifest allows {manifest.round.max_group}", seal.coordinator)
     for member in seal.members:
@@ -160,6 +164,9 @@ def check_seal(seal: Seal, manifest: Manifest, layout: ChunkLayout) -> None:
             raise PeerMisbehaved(f"weight {member.weight} above the cap {manifest.round.weight_cap}", member.peer)
     if not any(member.peer == seal.coordinator for member in seal.members):
         raise PeerMisbehaved("a coordinator outside its roster", seal.coordinator)
+    allowed = 1.01 * deadline_seconds(seal.members, layout, manifest.codec.name, manifest.round.silence)
+    if seal.deadline > allowed:
+        raise PeerMisbehaved(f"a deadline of {seal.deadline:.0f} s where {allowed:.0f} s would do", seal.coordinator)
     at = 0
     for part in seal.parts:
         if part.first != at or part.count == 0 or part.reducer >= count:

@@ -25,7 +25,7 @@ from .messages import (
 Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
-class Report(msgspec.Struct, array_like=True, frozen=True, tag="report"):
+class Report(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="report"):
     """How far a peer is: sent to the first candidates every two seconds, and at once when it becomes ready."""
 
     head: Head
@@ -37,19 +37,19 @@ class Report(msgspec.Struct, array_like=True, frozen=True, tag="report"):
     """H inner steps done, or no samples left to do more."""
     eta: Ratio
     """Seconds until it is ready, by its own estimate; 0 when ready or unknown."""
-    step_time: Ratio
+    step_time: Annotated[float, msgspec.Meta(ge=0, le=3600)]
     round: Natural
     """Highest round number it saw on this head, void ones included."""
 
 
-class Heard(msgspec.Struct, array_like=True, frozen=True, tag="heard"):
+class Heard(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="heard"):
     """Answer to a report: alive, and at this head."""
 
     head: Head
     round: Natural
 
 
-class Call(msgspec.Struct, array_like=True, frozen=True, tag="call"):
+class Call(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="call"):
     """The coordinator calls a peer into a round."""
 
     call: Nonce
@@ -58,7 +58,7 @@ class Call(msgspec.Struct, array_like=True, frozen=True, tag="call"):
     base: Head
 
 
-class Ballot(msgspec.Struct, array_like=True, frozen=True, tag="ballot"):
+class Ballot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="ballot"):
     """A body that is proposed, with the votes for it that the sender holds (none: a bare proposal)."""
 
     roster: Digest
@@ -66,7 +66,7 @@ class Ballot(msgspec.Struct, array_like=True, frozen=True, tag="ballot"):
     votes: Annotated[list[Vote], msgspec.Meta(max_length=MAX_MEMBERS)]
 
 
-class Enter(msgspec.Struct, array_like=True, frozen=True, tag="enter"):
+class Enter(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="enter"):
     """Answer to a call: frozen, and in."""
 
     call: Nonce
@@ -75,40 +75,40 @@ class Enter(msgspec.Struct, array_like=True, frozen=True, tag="enter"):
     """Bodies with this base that the peer has seen votes for in void rosters."""
 
 
-class Busy(msgspec.Struct, array_like=True, frozen=True, tag="busy"):
+class Busy(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="busy"):
     """Answer to a call: already entered another's."""
 
     call: Nonce
     coordinator: Peer
 
 
-class Refuse(msgspec.Struct, array_like=True, frozen=True, tag="refuse"):
+class Refuse(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="refuse"):
     """Answer to a call: not at that base."""
 
     call: Nonce
     head: Head
 
 
-class Release(msgspec.Struct, array_like=True, frozen=True, tag="release"):
+class Release(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="release"):
     """The coordinator gives up a call, or seals without this peer."""
 
     call: Nonce
 
 
-class Sealed(msgspec.Struct, array_like=True, frozen=True, tag="sealed"):
+class Sealed(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="sealed"):
     """The roster, signed by its coordinator."""
 
     seal: Seal
     signature: Signature
 
 
-class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
+class Ping(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="ping"):
     """A sign of life within a round."""
 
     roster: Digest
 
 
-class Reassign(msgspec.Struct, array_like=True, frozen=True, tag="reassign"):
+class Reassign(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="reassign"):
     """Whoever leads the round gives a silent reducer's chunks to others."""
 
     roster: Digest
@@ -116,14 +116,14 @@ class Reassign(msgspec.Struct, array_like=True, frozen=True, tag="reassign"):
     parts: Annotated[list[Part], msgspec.Meta(max_length=4096)]
 
 
-class Voided(msgspec.Struct, array_like=True, frozen=True, tag="voided"):
+class Voided(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="voided"):
     """The sender takes no further part in that roster; it signed nothing for it that it has not sent."""
 
     roster: Digest
     reason: Annotated[str, msgspec.Meta(max_length=200)]
 
 
-class Committed(msgspec.Struct, array_like=True, frozen=True, tag="committed"):
+class Committed(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="committed"):
     """A commit, sent to everyone by whoever completes it."""
 
     commit: Commit

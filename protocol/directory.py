@@ -19,6 +19,8 @@ EXPIRES_IN = 60.0
 READ_EVERY = (1.0, 10.0)
 """Seconds between two readings: doubling from the first to the second, again and again from the first while nobody
 is known."""
+MAX_KNOWN = 4096
+"""Peers known at once; ids cost nothing, so memory needs a bound."""
 CANDIDATE_STATES = frozenset({"joining", "training", "averaging", "waiting"})
 """States of peers that train; others (observing, serving, finished) lead no rounds."""
 
@@ -40,13 +42,15 @@ class Directory:
     """The peers of the run as one peer knows them.
 
     record: makes the own record's current content.
-    changed: called when a peer appears. told: called with the head that a record names.
+    changed: called when a peer appears. told: called with the head that a record names. forgotten:
+    called when a peer has been gone for long.
     """
 
     def __init__(
         self, transport: Transport, signer: Signer, manifest: Manifest, *,
         record: Callable[[float], Record], refused: Callable[[PeerId, str], None],
         changed: Callable[[], None], told: Callable[[PeerId, Head], None],
+        forgotten: Callable[[PeerId], None],
     ) -> None:  # fmt: skip
         self._transport = transport
         self._signer = signer
@@ -55,6 +59,7 @@ class Directory:
         self._refused = refused
         self._changed = changed
         self._told = told
+        self._forgotten = forgotten
         self.known: dict[PeerId, Known] = {}
         self._publish_now = asyncio.Event()
 
@@ -67,8 +72,9 @@ class Directory:
         now = self._transport.now()
         known = self.known.get(peer)
         if known is None:
-            self.known[peer] = Known(None, now, now)
-            self._changed()
+            if len(self.known) < MAX_KNOWN:
+                self.known[peer] = Known(None, now, now)
+                self._changed()
         else:
             known.seen = now
 
@@ -77,6 +83,7 @@ class Directory:
         limit = self._transport.now() - 2 * EXPIRES_IN
         for peer in [peer for peer, known in self.known.items() if known.seen < limit]:
             del self.known[peer]
+            self._forgotten(peer)
 
     def candidates(self) -> list[PeerId]:
         """Others who may lead or join a round, oldest acquaintance first."""
@@ -124,6 +131,8 @@ class Directory:
             return
         now = self._transport.now()
         if known is None:
+            if len(self.known) >= MAX_KNOWN:
+                return
             self.known[peer] = Known(record, now, now, data)
             self._changed()
         elif known.record is None or record.issued >= known.record.issued:

@@ -20,7 +20,10 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Signature = Annotated[bytes, msgspec.Meta(min_length=16, max_length=64)]
 Peer = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Ratio = Annotated[float, msgspec.Meta(ge=0)]
+Ratio = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+"""Rates and seconds; the bound refuses infinity."""
+MAX_ROUND_GAP = 4096
+"""Rounds that may be void on one base: round numbers are told from peer to peer, so they need a bound."""
 MAX_MEMBERS = 256
 MAX_CHUNKS = 1 << 20
 
@@ -28,7 +31,7 @@ NO_DIGEST = bytes(32)
 """The parent of a run's first commit, and the id of the head "nothing committed yet"."""
 
 
-class Head(msgspec.Struct, array_like=True, frozen=True):
+class Head(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A commit as peers compare it. ``GENESIS`` stands for θ₀, before any commit."""
 
     id: Digest
@@ -44,14 +47,14 @@ class Head(msgspec.Struct, array_like=True, frozen=True):
 GENESIS = Head(NO_DIGEST, 0, 0, 0, 0)
 
 
-class Span(msgspec.Struct, array_like=True, frozen=True):
+class Span(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Sample units ``start … start + count - 1``."""
 
     start: Natural
     count: Natural
 
 
-class Member(msgspec.Struct, array_like=True, frozen=True):
+class Member(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """One member of a roster, as it entered."""
 
     peer: Peer
@@ -69,7 +72,7 @@ class Member(msgspec.Struct, array_like=True, frozen=True):
     reachable: bool
 
 
-class Part(msgspec.Struct, array_like=True, frozen=True):
+class Part(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Chunks ``first … first + count - 1`` are averaged by member number ``reducer``."""
 
     reducer: Natural
@@ -77,7 +80,7 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
     count: Natural
 
 
-class Seal(msgspec.Struct, array_like=True, frozen=True):
+class Seal(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A roster as its coordinator sealed it. Its hash is the roster id and stands on every later message."""
 
     run: Digest
@@ -92,7 +95,7 @@ class Seal(msgspec.Struct, array_like=True, frozen=True):
     """D: seconds from the arrival of the seal to the end of the round, on each receiver's clock."""
 
 
-class ChunkEntry(msgspec.Struct, array_like=True, frozen=True):
+class ChunkEntry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """One averaged chunk of a commit."""
 
     hash: Digest
@@ -101,12 +104,12 @@ class ChunkEntry(msgspec.Struct, array_like=True, frozen=True):
     """Bit i (least significant first) of byte i // 8: member i's contribution is in the average."""
 
 
-class Lease(msgspec.Struct, array_like=True, frozen=True):
+class Lease(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     member: Natural
     span: Span
 
 
-class Body(msgspec.Struct, array_like=True, frozen=True):
+class Body(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """One outer step, as it is signed. The commit's id is the BLAKE3 of its encoding.
 
     It names no proposer, time or signature, so whoever proposes from the same chunks proposes the same body.
@@ -132,14 +135,14 @@ class Body(msgspec.Struct, array_like=True, frozen=True):
     """As in :class:`Head`."""
 
 
-class Vote(msgspec.Struct, array_like=True, frozen=True):
+class Vote(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A member's signature under a body's id (see :func:`vote_bytes`)."""
 
     member: Natural
     signature: Signature
 
 
-class Commit(msgspec.Struct, array_like=True, frozen=True):
+class Commit(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A body with the signatures of more than half of its roster."""
 
     body: Body
@@ -168,7 +171,7 @@ def decode(data: bytes, kind: type[T], peer: str | None = None) -> T:
 
 
 def hash_of(value: Any) -> bytes:
-    """BLAKE3 (32 bytes) of the canonical encoding: the roster id of a :class:`Seal`, the commit id of a :class:`Body`."""
+    """BLAKE3 (32 bytes) of the canonical encoding: roster id of a :class:`Seal`, commit id of a :class:`Body`."""
     return blake3(encode(value)).digest()
 
 

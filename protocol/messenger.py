@@ -9,14 +9,19 @@ from dataclasses import dataclass, field
 
 from .control import Control
 from .errors import PeerMisbehaved, PeerUnreachable, TransportError
-from .messages import decode, encode
+from .messages import MAX_MEMBERS, decode, encode
 from .transport import PeerId, Stream, Transport
 
 PROTOCOL = "control/1"
 QUEUE_LIMIT = 256
 """Messages kept for a peer that takes none; beyond it the oldest go first, since news replaces news."""
-MESSAGE_LIMIT = 64 * 1024 * 1024
-"""Bytes of the largest control message: a body names every chunk of the model by hash."""
+
+
+def message_limit(chunks: int) -> int:
+    """Bytes of the largest control message of a run: an entry shows up to eight bodies, and a body names every chunk by
+    its hash and contributors, and every member."""
+    body = chunks * (32 + MAX_MEMBERS // 8 + 8) + MAX_MEMBERS * 512 + 4096
+    return 9 * body
 
 
 @dataclass
@@ -44,6 +49,7 @@ class Messenger:
         silence: float,
         admits: Callable[[PeerId], bool],
         refused: Callable[[PeerId, str], None],
+        limit: int,
         idle: float = 120.0,
     ) -> None:
         self._transport = transport
@@ -51,6 +57,7 @@ class Messenger:
         self._silence = silence
         self._admits = admits
         self._refused = refused
+        self._limit = limit
         self._idle = idle
         self._links: dict[PeerId, _Link] = {}
         self._streams: dict[PeerId, dict[int, Stream]] = {}
@@ -107,6 +114,13 @@ class Messenger:
         """Whether the last attempt to reach the peer failed, and it has not spoken since."""
         link = self._links.get(peer)
         return link is not None and link.failed_at is not None and self.heard(peer) < link.failed_at
+
+    def forget(self, peer: PeerId) -> None:
+        """Keep nothing of a peer that has been gone for long."""
+        self._last_heard.pop(peer, None)
+        link = self._links.pop(peer, None)
+        if link is not None and link.task is not None:
+            link.task.cancel()
 
     def _note(self, peer: PeerId, at: float) -> None:
         if at > self._last_heard.get(peer, float("-inf")):
@@ -189,7 +203,7 @@ class Messenger:
         self._note(peer, self._transport.now())
         try:
             while True:
-                message: Control = decode(await stream.receive(MESSAGE_LIMIT), Control, peer)  # type: ignore[arg-type]
+                message: Control = decode(await stream.receive(self._limit), Control, peer)  # type: ignore[arg-type]
                 self._handler(peer, message)
         except PeerMisbehaved as error:
             self._refused(peer, str(error))

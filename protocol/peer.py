@@ -16,11 +16,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .calling import Calling, make_seal
+from .averaged import check_all
+from .calling import Calling, make_seal, unite
 from .candidates import order, rank
 from .codecs import get_codec
 from .commitlog import LogEntry
-from .commits import START, Position, check_child, check_seal, check_vote, contributed, majority, verify_commit
+from .commits import (
+    START,
+    Position,
+    check_child,
+    check_seal,
+    check_vote,
+    contributed,
+    majority,
+    members_in,
+    verify_commit,
+)
 from .control import (
     Ballot,
     Busy,
@@ -37,15 +48,16 @@ from .control import (
     Sealed,
     Voided,
 )
+from .deadline import ASSUMED, encoded_size, transfer_seconds
 from .directory import Directory
-from .errors import DiskFull, PeerMisbehaved, ResourceError, RoundVoid, StateError, TransportError
+from .errors import DiskFull, NonFinite, PeerMisbehaved, ResourceError, RoundVoid, StateError, TransportError
 from .fetch import Fetcher
 from .identity import Signer
 from .island import Island, Progress, Snapshot
 from .layout import ChunkLayout
 from .manifest import Manifest
-from .messages import GENESIS, Commit, Head, Member, Vote, better, decode, hash_of, seal_bytes
-from .messenger import Messenger
+from .messages import GENESIS, MAX_ROUND_GAP, Body, Commit, Head, Member, Vote, better, decode, hash_of, seal_bytes
+from .messenger import Messenger, message_limit
 from .records import Record, State
 from .reduce import HELLO_LIMIT, Hello
 from .reduce import PROTOCOL as REDUCE
@@ -137,11 +149,18 @@ class Peer:
         self.replica: Replica = None  # type: ignore[assignment]
 
         self.messenger = Messenger(
-            transport, self._receive, silence=self._silence, admits=manifest.admits, refused=self._refuse
-        )
+            transport, self._receive, silence=self._silence, admits=manifest.admits, refused=self._refuse,
+            limit=message_limit(self.layout.count),
+        )  # fmt: skip
         self.directory = Directory(
-            transport, signer, manifest, record=self._record, refused=self._refuse, changed=self._wake.set,
+            transport,
+            signer,
+            manifest,
+            record=self._record,
+            refused=self._refuse,
+            changed=self._wake.set,
             told=self._told_head,
+            forgotten=self._forget,
         )
         self.donor = Donor(
             transport, store, admits=manifest.admits, busy=lambda: self._round is not None, recent=self._recent,
@@ -155,6 +174,8 @@ class Peer:
         self._heads: dict[PeerId, Head] = {}
         self._ahead: dict[PeerId, Head] = {}
         """Those of them that are better than the own head."""
+        self._doubts: dict[PeerId, tuple[float, float]] = {}
+        """Who claimed a head that could not be had: how long that was not believed, and until when."""
         self._reports: dict[PeerId, tuple[Report, float]] = {}
         # The own part in a round.
         self._base_since = transport.now()
@@ -179,6 +200,11 @@ class Peer:
         self._better_since: float | None = None
         self._checkpointing: asyncio.Task[None] | None = None
         self._round_started = transport.now()
+        self._spurned: deque[bytes] = deque(maxlen=64)
+        self._called_here: dict[bytes, None] = {}
+        """Calls entered on this base: none is entered twice, or one roster could be signed twice."""
+        self._unfit: dict[PeerId, None] = {}
+        """Who failed to reduce its part in a roster of this base."""
         self._recoveries = 0
         self._owed = GENESIS
         """The best head that this peer ever had; below it, it takes part in nothing."""
@@ -320,7 +346,11 @@ class Peer:
             if commit is None or commit.body.state != await self.replica.digest(self.transport):
                 self._events("warning", message=f"the log does not fit the state at round {self.head.round}")
                 return
-            await self.transport.offload(self.replica.apply, commit.body, entry.id, chunks)
+            try:
+                await self.transport.offload(self.replica.apply, commit.body, entry.id, chunks)
+            except (PeerMisbehaved, NonFinite) as error:
+                self._events("warning", message=f"the log of round {commit.body.round} cannot be applied: {error}")
+                return
 
     def _fresh(self) -> GlobalState:
         state = GlobalState.fresh(self.layout, self._theta0())
@@ -382,6 +412,8 @@ class Peer:
         self._quorum_since = None
         self._voids.clear()
         self._ranks.clear()
+        self._called_here.clear()
+        self._unfit.clear()
         self._ahead = {peer: head for peer, head in self._heads.items() if better(head, self.head)}
         self._someone_ready = True
         self._report_now.set()
@@ -403,6 +435,12 @@ class Peer:
             self._events(
                 "digest", round=head.round, outer_step=head.outer_step, commit=head.id.hex(), digest=task.result().hex()
             )
+
+    def _forget(self, peer: PeerId) -> None:
+        """A peer has been gone for long: nothing is kept of it."""
+        for table in (self._heads, self._ahead, self._reports, self._ranks):
+            table.pop(peer, None)
+        self.messenger.forget(peer)
 
     # --- reporting -----------------------------------------------------------------------------------------------
 
@@ -516,7 +554,10 @@ class Peer:
         times = sorted(report.step_time for report in self._live().values() if report.step_time > 0)
         if not times:
             return 0.0
-        return self.manifest.round.grace * self.manifest.round.inner_steps * times[len(times) // 2]
+        # The lower median, and at most a few times the own pace: nobody stretches it by what it says of itself.
+        own = self.island.progress().step_time if self.island is not None else 0.0
+        pace = times[(len(times) - 1) // 2]
+        return self.manifest.round.grace * self.manifest.round.inner_steps * (min(pace, 4 * own) if own else pace)
 
     def _ready_to_call(self) -> bool:
         """Quorum of the live is ready, and grace is over."""
@@ -551,14 +592,12 @@ class Peer:
             case Report():
                 self._reports[peer] = (message, self.transport.now())
                 self._learn_head(peer, message.head)
-                if message.head == self.head:
-                    self._last_round = max(self._last_round, message.round)
+                self._hear_round(message)
                 self.messenger.post(peer, Heard(self.head, self._last_round))
                 self._note_readiness(message)
             case Heard():
                 self._learn_head(peer, message.head)
-                if message.head == self.head:
-                    self._last_round = max(self._last_round, message.round)
+                self._hear_round(message)
             case Call():
                 self._called(peer, message)
             case Enter() | Busy() | Refuse():
@@ -566,7 +605,8 @@ class Peer:
             case Release():
                 if self._awaited is not None and self._awaited.call == message.call and peer == self._engaged:
                     self._resolve_seal(None)
-                if self._invitation is not None and self._invitation.call.call == message.call:
+                invitation = self._invitation
+                if invitation is not None and (invitation.coordinator, invitation.call.call) == (peer, message.call):
                     self._invitation = None
             case Sealed():
                 self._offer_seal(message)
@@ -574,6 +614,10 @@ class Peer:
                 self._for_round(peer, message)
             case Committed():
                 self._offer_commit(peer, message.commit)
+
+    def _hear_round(self, message: Report | Heard) -> None:
+        if message.head == self.head and message.round <= self.head.round + MAX_ROUND_GAP // 2:
+            self._last_round = max(self._last_round, message.round)
 
     def _told_head(self, peer: PeerId, head: Head) -> None:
         """A record names a head; records are old news, so what the peer said itself since then stands."""
@@ -583,6 +627,9 @@ class Peer:
 
     def _learn_head(self, peer: PeerId, head: Head) -> None:
         self._heads[peer] = head
+        doubt = self._doubts.get(peer)
+        if doubt is not None and self.transport.now() < doubt[1]:
+            return
         if head != self.head and better(head, self.head):
             self._ahead[peer] = head
             self._wake.set()
@@ -592,12 +639,12 @@ class Peer:
     def _called(self, peer: PeerId, call: Call) -> None:
         if self.island is None or self._stopping or better(self._owed, self.head):
             return
-        if call.base != self.head or call.round <= self.head.round:
+        if call.base != self.head or not self.head.round < call.round <= self.head.round + MAX_ROUND_GAP:
             self._learn_head(peer, call.base)
             self.messenger.post(peer, Refuse(call.call, self.head))
             return
         invitation = _Invitation(peer, call)
-        if self._awaited is not None and self._awaited.call == call.call:
+        if call.call in self._called_here:
             return
         if self._engaged is not None:
             mine = self._engaged == self.transport.peer_id and self._calling is not None
@@ -635,10 +682,18 @@ class Peer:
                 calling.answer(peer)
 
     def _offer_seal(self, sealed: Sealed) -> None:
-        if self._awaited is None or self._engaged != sealed.seal.coordinator:
+        call, seal = self._awaited, sealed.seal
+        if call is None or self._engaged != seal.coordinator or seal.nonce != call.call or seal.round != call.round:
             return
-        if sealed.seal.nonce == self._awaited.call:
-            self._resolve_seal(sealed)
+        try:
+            check_seal(seal, self.manifest, self.layout)
+            if not self.signer.verify(PeerId(seal.coordinator), seal_bytes(hash_of(seal)), sealed.signature):
+                raise PeerMisbehaved("a seal whose signature does not verify")
+        except PeerMisbehaved as error:
+            # Whoever sent it, the coordinator's own may still come.
+            self._refuse(PeerId(seal.coordinator), str(error))
+            return
+        self._resolve_seal(sealed)
 
     def _resolve_seal(self, sealed: Sealed | None) -> None:
         if self._sealed is not None and not self._sealed.done():
@@ -653,18 +708,19 @@ class Peer:
                 if limbo.round.roster_id == message.roster:
                     self._merge(message)
                     return
-        if not isinstance(message, Ping):
+        if not isinstance(message, Ping) and sum(sender == peer for sender, _ in self._early) < 8:
             self._early.append((peer, message))
 
     def _offer_commit(self, peer: PeerId, commit: Commit) -> None:
         """A commit arrived: this round's, the next one for this head, or a sign that this peer is behind."""
         body = commit.body
-        if any(commit_id == self.head.id for commit_id in (hash_of(body),)) or body.height <= 0:
+        commit_id = hash_of(body)
+        if commit_id == self.head.id or commit_id in self._spurned or body.height <= 0:
             return
-        if body.parent != self.head.id and not better(Head(hash_of(body), body.height, body.weight, 0, 0), self.head):
+        if body.parent != self.head.id and not better(Head(commit_id, body.height, body.weight, 0, 0), self.head):
             return
         try:
-            commit_id = verify_commit(commit, self.manifest, self.layout, self.signer)
+            verify_commit(commit, self.manifest, self.layout, self.signer)
         except PeerMisbehaved as error:
             self._refuse(peer, str(error))
             return
@@ -675,6 +731,8 @@ class Peer:
             return
         if body.parent == self.head.id and all(commit_id != known for known, _ in self._commits):
             self._commits.append((commit_id, commit))
+            if self._round is not None and len(body.seal.members) == 1 < len(self._round.peers):
+                return  # a peer alone does not end a group's round; its commit waits
             if self._round is not None and not self._round.outcome.done():
                 self._round.outcome.set_exception(RoundVoid("another roster committed on the same base"))
             self._resolve_seal(None)
@@ -703,8 +761,10 @@ class Peer:
         snapshot = await self.island.freeze()
         rules = self.manifest.round
         weight = min(snapshot.tokens, rules.weight_cap)
-        if weight and not await self.transport.offload(self.replica.finite, self.island.local):
-            self._events("warning", message="the local parameters are not finite; they are dropped, with their tokens")
+        if weight and not await self.transport.offload(self.replica.sendable, self.island.local):
+            self._events(
+                "warning", message="the local parameters are not finite, or huge; they are dropped, with their tokens"
+            )
             self.island.local[:] = self.replica.params
             if self.replica.residual is not None:
                 self.replica.residual.fill(0)
@@ -744,7 +804,7 @@ class Peer:
             own = await self._enter()
             # A step may take longer than T on a large island, and a peer answers a call after its step.
             slowest = max((report.step_time for report in live.values()), default=0.0)
-            window = now + self._silence + 2 * slowest
+            window = now + min(self._silence + 2 * slowest, 2 * self._silence)
             while not calling.complete() and self.transport.now() < window and not self._stopping:
                 calling.changed.clear()
                 if any(self._earlier(other, self.transport.peer_id) for other in calling.busy.values()):
@@ -760,16 +820,14 @@ class Peer:
             self._calling = None
             if any(self._earlier(other, self.transport.peer_id) for other in calling.busy.values()):
                 return
-            for ballot in [*self._seen(), *calling.seen]:
-                if self._merge(ballot):
-                    return
+            if any(self._merge(ballot) for ballot in unite([*self._seen(), *calling.seen])):
+                return
             if len(calling.entered) + 1 < rules.quorum or self._commits or self._stopping:
                 self._voids[self.transport.peer_id] = self._voids.get(self.transport.peer_id, 0) + 1
                 return
-            codec_bytes = sum(self.codec.encoded_size(self.layout.size(i)) for i in range(self.layout.count))
             seal = make_seal(
-                calling, own[0], coordinator=self.transport.peer_id, codec_bytes=codec_bytes,
-                manifest=self.manifest, layout=self.layout,
+                calling, own[0], coordinator=self.transport.peer_id, manifest=self.manifest, layout=self.layout,
+                unfit=self._unfit,
             )  # fmt: skip
             sealed = Sealed(seal, self.signer.sign(seal_bytes(hash_of(seal))))
             inside = [PeerId(member.peer) for member in seal.members]
@@ -796,6 +854,7 @@ class Peer:
         if call.base != self.head:
             return
         self._engaged, self._awaited = coordinator, call
+        self._called_here[call.call] = None
         self._sealed = asyncio.get_running_loop().create_future()
         entered: tuple[Member, Snapshot] | None = None
         try:
@@ -829,24 +888,13 @@ class Peer:
                 self._events("void", round=self._last_round + 1, roster="", reason="no seal came")
                 return None
             await asyncio.wait([self._sealed], timeout=self._silence / 5)
-        sealed = self._sealed.result()
-        if sealed is None:
-            return None
-        seal = sealed.seal
-        try:
-            check_seal(seal, self.manifest, self.layout)
-        except PeerMisbehaved as error:
-            self._refuse(coordinator, str(error))
-            return None
-        if not self.signer.verify(coordinator, seal_bytes(hash_of(seal)), sealed.signature):
-            self._refuse(coordinator, "a seal whose signature does not verify")
-            return None
-        return sealed
+        return self._sealed.result()
 
     # --- the round -----------------------------------------------------------------------------------------------
 
     def _obsolete(self) -> bool:
-        return bool(self._commits or self._ahead)
+        # Only what was verified counts here: anybody can claim a head, and must not stop a round with it.
+        return bool(self._commits)
 
     async def _run_round(self, sealed: Sealed, snapshot: Snapshot) -> None:
         """From the seal to the commit, or back to training."""
@@ -861,7 +909,7 @@ class Peer:
         )  # fmt: skip
         around = Surroundings(
             self.transport, self.messenger, self.signer, self.manifest, self.layout, self.replica, self._events,
-            fetch=self.fetcher.chunk, everyone=lambda: list(self.directory.known), obsolete=self._obsolete,
+            fetch=self.fetcher.chunks, everyone=lambda: list(self.directory.known), obsolete=self._obsolete,
         )  # fmt: skip
         current = Round(around, seal, sealed.signature, roster_id, self.island.local)
         self._round = current
@@ -871,7 +919,10 @@ class Peer:
         early, self._early = list(self._early), deque(maxlen=EARLY_LIMIT)
         try:
             for peer, message in early:
-                self._for_round(peer, message)
+                try:
+                    self._for_round(peer, message)
+                except PeerMisbehaved as error:
+                    self._refuse(peer, str(error))
             commit = await current.run()
         except RoundVoid as void:
             self._round = None
@@ -879,10 +930,16 @@ class Peer:
             coordinator = PeerId(seal.coordinator)
             self._voids[coordinator] = self._voids.get(coordinator, 0) + 1
             # A copy, for the others may commit it yet, and then exactly this Δ has been taken over.
-            theta = self.island.local.copy() if current.theta is not None else None
+            theta = None
+            if current.theta is not None:
+                theta = await self.transport.offload(self.island.local.copy)
+            committed = {hash_of(commit.body.seal) for _, commit in self._commits}
             self._limbo = [*self._limbo[-1:], _Limbo(current, theta, snapshot)]
             for older in self._limbo[:-1]:
-                older.theta = None
+                # Memory for one copy, unless this very one turned out to have been committed.
+                if older.round.roster_id not in committed:
+                    older.theta = None
+            self._unfit |= current.failed_reducers
             await self._thaw()
             for ballot in current.ballots():
                 self._merge(ballot)
@@ -893,6 +950,11 @@ class Peer:
             )  # fmt: skip
         finally:
             self._round = None
+            if current.upload:
+                # Slow changes count for little, or one crowded round would stretch all deadlines.
+                keep = 0.7 if self._upload else 0.0
+                self._upload = keep * self._upload + (1 - keep) * current.upload
+                self._download = keep * self._download + (1 - keep) * current.download
             if not self._stopping:
                 self._set_state("training")
 
@@ -943,9 +1005,18 @@ class Peer:
         if self._checkpointing is not None:
             await self._checkpointing
             self._checkpointing = None
+        try:
+            check_child(body, self.replica.position, self.manifest, self.layout)
+            await self.transport.offload(check_all, body, chunks, self.layout, self.codec)
+        except PeerMisbehaved as error:
+            await self._spurn(commit_id, body, str(error))
+            return
         digest = await self.replica.digest(self.transport)
         if digest != body.state:
             await self._recover(f"round {body.round} attests another state before it than this peer has")
+            if await self.replica.digest(self.transport) == digest:
+                # What every byte on disk says again is so; then the commit is what is wrong.
+                await self._spurn(commit_id, body, "it attests a state that is not its parent's")
             return
         try:
             await self.transport.offload(self.store.append, commit, chunks)
@@ -978,6 +1049,14 @@ class Peer:
         if self.head.height % self.manifest.state.checkpoint_every == 0 or self.finished:
             self._checkpointing = asyncio.get_running_loop().create_task(self._checkpoint())
 
+    async def _spurn(self, commit_id: bytes, body: Body, reason: str) -> None:
+        """A commit with a majority's signatures that is false all the same: never apply it, and go on training."""
+        self._refuse(PeerId(body.seal.coordinator), f"the commit of round {body.round}: {reason}")
+        self._spurned.append(commit_id)
+        self._commits = deque((i, c) for i, c in self._commits if i != commit_id)
+        if self.island is not None:
+            await self._thaw()
+
     def _log_commit(self, commit_id: bytes, commit: Commit, names: list[str], seconds: float) -> None:
         body = commit.body
         shares = contributed(body.seal, body.chunks, self.layout)
@@ -1007,8 +1086,10 @@ class Peer:
         donors = [PeerId(member.peer) for member in body.seal.members if member.peer != self.transport.peer_id]
         started = self.transport.now()
         try:
-            chunks = await self.fetcher.chunks(body, donors, self._recent)
-        except TransportError as error:
+            size = encoded_size(self.layout, self.manifest.codec.name)
+            async with asyncio.timeout(4 * self._silence + 4 * transfer_seconds(size, 2, self._download or ASSUMED)):
+                chunks = await self.fetcher.chunks(body, donors, self._recent)
+        except (TransportError, TimeoutError) as error:
             # Whoever has the head has its chunks; the way to it is then the ordinary catching up.
             self._events("warning", message=f"round {body.round}: a chunk of the commit is not to be had: {error}")
             return
@@ -1025,7 +1106,8 @@ class Peer:
         roster = hash_of(body.seal)
         limbo = next((item for item in self._limbo if item.round.roster_id == roster), None)
         frozen = limbo.theta if limbo is not None else None
-        averaged = me is not None and body.seal.members[me].weight > 0 and bool(body.chunks)
+        count = len(body.seal.members)
+        averaged = me is not None and any(me in members_in(entry.contributors, count) for entry in body.chunks)
         if self.island is not None:
             try:
                 await self.island.freeze()
@@ -1060,8 +1142,8 @@ class Peer:
             self._checkpointing = None
         ahead = sorted(self._ahead, key=lambda peer: (self.messenger.failing(peer), -self.messenger.heard(peer)))
         try:
-            plan = await self.fetcher.fetch_into(self.store, ahead[:MAX_DONORS], self.head)
-        except TransportError as error:
+            plan = await self.fetcher.fetch_into(self.store, ahead[:MAX_DONORS], self.head, self._keep)
+        except (TransportError, ResourceError, StateError, NonFinite) as error:
             self._events("warning", message=f"cannot catch up yet: {error}")
             plan = None
         if plan is None:
@@ -1069,18 +1151,28 @@ class Peer:
             for peer in ahead:
                 self._heads.pop(peer, None)
                 self._ahead.pop(peer, None)
-            await asyncio.sleep(self._silence / 5)
+                pause = min(2 * self._doubts.get(peer, (self._silence / 2, 0.0))[0], 60 * self._silence)
+                self._doubts[peer] = (pause, self.transport.now() + pause)
         elif plan.base == self.head and plan.checkpoint is None:
             for step in plan.steps:
                 if step.commit.body.parent != self.head.id:
                     break
                 commit_id = hash_of(step.commit.body)
-                chunks = await self.transport.offload(self.store.chunks, commit_id)
+                try:
+                    chunks = await self.transport.offload(self.store.chunks, commit_id)
+                except StateError as error:
+                    self._events("warning", message=str(error))
+                    break
                 await self._apply_late(commit_id, step.commit, chunks, 0.0)
         else:
             await self._go_over(plan.head)
         if self.state == "joining":
             self._set_state("observing" if self.island is None else before if before != "joining" else "training")
+
+    def _keep(self, commit: Commit, chunks: list[bytes]) -> None:
+        """Log a fetched commit, once its chunks are known to be sound."""
+        check_all(commit.body, chunks, self.layout, self.codec)
+        self.store.append(commit, chunks)
 
     async def _go_over(self, head: Head) -> None:
         """Reload what the store has of another head: a fork's end, or a jump over commits that are no longer kept.
@@ -1090,6 +1182,8 @@ class Peer:
         loaded = await self.transport.offload(self.store.load, head.id)
         if loaded is None:
             self._events("warning", message=f"the state of round {head.round} could not be loaded; it is fetched again")
+            if self.island is not None:
+                await self._thaw()
             return
         progress = self.island.progress() if self.island is not None else Progress()
         if self.island is not None:
@@ -1101,6 +1195,8 @@ class Peer:
         state = loaded.state if loaded.state is not None else await self.transport.offload(self._fresh)
         self.replica.adopt(state, loaded.position)
         await self._replay(loaded.replay)
+        if better(head, self.head):
+            self._owed = head
         self._events(
             "resync", round=self.head.round, outer_step=self.head.outer_step, left=left.id.hex(),
             left_round=left.round, lost_tokens=progress.tokens,
@@ -1113,8 +1209,10 @@ class Peer:
 
     async def _recover(self, reason: str) -> None:
         """This peer's state is not what the swarm attests: take it from disk again, where every byte is checked."""
-        self._recoveries += 1
-        if self._recoveries > 3:
-            raise StateError(f"{reason}; its disk or memory is not to be trusted: check the machine, then start anew")
         self._events("warning", message=f"{reason}; it reloads from its last checkpoint")
-        await self._go_over(self.head)
+        before, head = await self.replica.digest(self.transport), self.head
+        await self._go_over(head)
+        if self.head == head and await self.replica.digest(self.transport) != before:
+            self._recoveries += 1
+            if self._recoveries > 3:
+                raise StateError(f"{reason}; its memory is not to be trusted: check the machine, then start anew")

@@ -20,7 +20,7 @@ import numpy as np
 from blake3 import blake3
 
 from .averaged import check, pack, size_limit
-from .codecs import Codec
+from .codecs import MAX_MAGNITUDE, Codec
 from .commits import bitmap
 from .errors import PeerMisbehaved, StreamClosed
 from .layout import ChunkLayout
@@ -35,7 +35,7 @@ ALIVE, CONTRIBUTION, AVERAGE, END = 0, 1, 2, 3
 _CHUNK = struct.Struct(">BI")
 
 
-class Hello(msgspec.Struct, array_like=True, frozen=True):
+class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """First frame of a reduce stream, from the member to the reducer. It carries the roster, so that a reducer
     whom the coordinator's own message has not reached yet can begin."""
 
@@ -47,7 +47,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
     """Index of the first averaged chunk that the member still wants."""
 
 
-class Welcome(msgspec.Struct, array_like=True, frozen=True):
+class Welcome(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """The reducer's answer."""
 
     roster: Digest
@@ -102,6 +102,8 @@ class Reducer:
         self._out: set[int] = set()
         self._averages: dict[int, bytes] = {}
         self._connected: dict[int, Stream] = {}
+        self._adding: dict[asyncio.Task[None], None] = {}
+        self._closed = False
         self._changed = asyncio.Event()
 
     def _pulse(self) -> None:
@@ -123,8 +125,20 @@ class Reducer:
             self._pulse()
 
     async def _add(self, member: int, index: int, payload: bytes | memoryview) -> None:
-        lock = self._locks.setdefault(index, asyncio.Lock())
-        async with lock:
+        """Add a contribution, whole and once. It runs to its end in a task of its own even if the member's stream
+        breaks meanwhile: a thread that adds cannot be called back, and the books must say what it did."""
+        task = asyncio.get_running_loop().create_task(self._add_whole(member, index, payload))
+        self._adding[task] = None
+        task.add_done_callback(self._added)
+        await asyncio.shield(task)
+
+    def _added(self, task: asyncio.Task[None]) -> None:
+        self._adding.pop(task, None)
+        if not task.cancelled():
+            task.exception()  # raised where it is awaited, if anybody still waits
+
+    async def _add_whole(self, member: int, index: int, payload: bytes | memoryview) -> None:
+        async with self._locks.setdefault(index, asyncio.Lock()):
             if member in self._out or index < self._low:
                 raise PeerMisbehaved(f"chunk {index} came after it was averaged without it")
             into = self._sums.get(index)
@@ -133,6 +147,15 @@ class Reducer:
             weight = float(self._members[member].weight)
             await self._transport.offload(self._codec.accumulate, payload, weight, into)
             self._inside.setdefault(index, []).append(member)
+            if member in self._next:
+                self._next[member] = index + 1
+                self._delivered[member] = self._transport.now()
+        self._pulse()
+
+    def close(self) -> None:
+        """End all streams: the round is over. Idempotent."""
+        self._closed = True
+        self._pulse()
 
     async def run(self, own: Callable[[int], bytes] | None) -> None:
         """Average chunk after chunk. ``own(index)``: this member's own contribution, encoded as it would be sent;
@@ -172,6 +195,8 @@ class Reducer:
 
     def _encode_mean(self, total: np.ndarray[Any, np.dtype[np.float32]], weight: int) -> bytes:
         total /= np.float32(weight)
+        # Each contribution was within the codec's bound; rounding may take their mean a hair beyond it.
+        np.clip(total, -MAX_MAGNITUDE, MAX_MAGNITUDE, out=total)
         return bytes(self._codec.encode(total))
 
     # --- one member's stream -------------------------------------------------------------------------------------
@@ -221,6 +246,7 @@ class Reducer:
             count += 1
             while index >= self._low + WINDOW and member not in self._out:
                 await self._wait(self._silence)
+                self._check_open()
             if member in self._out:
                 # It may keep receiving; what it still sends is read and dropped, so that its stream never jams.
                 await _drain(stream, limit)
@@ -232,15 +258,17 @@ class Reducer:
                     await _drain(stream, limit)
                     return
                 raise PeerMisbehaved(str(error), stream.peer) from None
-            self._next[member] = index + 1
-            self._delivered[member] = self._transport.now()
-            self._pulse()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StreamClosed("the round is over")
 
     async def _write(self, stream: Stream, have: int) -> None:
         running = blake3()
         for index in range(have, self._end):
             while index not in self._averages:
                 await self._wait(self._silence / 3)
+                self._check_open()
                 if index not in self._averages:
                     await stream.send(bytes([ALIVE]))
             frame = _CHUNK.pack(AVERAGE, index) + self._averages[index]

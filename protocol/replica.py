@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .averaged import check
-from .codecs import Codec
+from .averaged import check_all
+from .codecs import MAX_MAGNITUDE, Codec
 from .commits import START, Position, members_in, position_of
 from .layout import ChunkLayout
 from .manifest import Manifest
@@ -75,13 +75,11 @@ class Replica:
         """What is sent of one chunk; the same bytes each time while nothing has been committed."""
         return bytes(self.codec.encode(self.contribution(index, theta)))
 
-    def finite(self, theta: Floats) -> bool:
-        """Whether every element of x is finite, so that all of it can be sent."""
+    def sendable(self, theta: Floats) -> bool:
+        """Whether the codec takes every element of x: finite, and of a sane magnitude."""
         for index in range(self.layout.count):
-            span = self.layout.span(index)
-            if not np.isfinite(theta[span]).all():
-                return False
-            if self.residual is not None and not np.isfinite(self.residual[span]).all():
+            # The largest magnitude is NaN or infinite when any element is.
+            if not float(np.abs(self.contribution(index, theta)).max(initial=0.0)) <= MAX_MAGNITUDE:
                 return False
         return True
 
@@ -89,12 +87,7 @@ class Replica:
 
     def means(self, body: Body, chunks: Sequence[bytes]) -> list[Floats | None]:
         """Decode a commit's averaged chunks; None where nobody contributed. Raises PeerMisbehaved."""
-        means: list[Floats | None] = []
-        for index, data in enumerate(chunks):
-            scratch = np.empty(self.layout.size(index), np.float32)
-            averaged = check(data, index, body.seal.members, self.codec, scratch)
-            means.append(scratch if averaged.weight else None)
-        return means
+        return check_all(body, chunks, self.layout, self.codec)
 
     def apply(
         self,

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .averaged import check, hash_chunk, unpack
+from .averaged import check_all, hash_chunk, unpack
 from .candidates import rank
 from .commits import check_body, check_child, check_vote, majority, make_body
 from .control import Ballot, Committed, Control, Ping, Reassign, Voided
+from .deadline import slowest_link, transfer_seconds
 from .errors import PeerMisbehaved, RoundVoid, TransportError
 from .identity import Signer
 from .layout import ChunkLayout
@@ -25,6 +26,10 @@ from .reduce import Hello, Reducer, exchange
 from .replica import Replica
 from .transport import PeerId, Stream, Transport
 
+MAX_PROPOSALS = 8
+"""Bodies looked at for one roster: one leader after another may propose, and no more."""
+MEASURABLE = 1 << 20
+"""Bytes in each direction below which a round says nothing about a link."""
 CHUNK_RETRY = 0.2
 """Share of T between two attempts to reach a reducer or a donor."""
 
@@ -46,8 +51,8 @@ class Surroundings:
     layout: ChunkLayout
     replica: Replica
     events: Events
-    fetch: Callable[[bytes, list[PeerId]], Awaitable[bytes]]
-    """Get an averaged chunk by hash from one of several peers. Raises TransportError."""
+    fetch: Callable[[Body, list[PeerId], Callable[[bytes], bytes | None]], Awaitable[list[bytes]]]
+    """Get the averaged chunks of a body from several peers, but those that are here. Raises TransportError."""
     everyone: Callable[[], Iterable[PeerId]]
     obsolete: Callable[[], bool]
     """Whether a better head than the round's base is known: then nothing is signed."""
@@ -59,20 +64,6 @@ class Proposal:
 
     body: Body
     votes: dict[int, bytes] = field(default_factory=dict)
-
-
-def transfer_seconds(codec_bytes: int, members: int, slowest: float) -> float:
-    """Ideal seconds of a butterfly over n members: 2(n−1)/n of the encoded fragment through the slowest link.
-
-    slowest: bytes per second; 0 when nothing was measured yet, then 1 MB/s is assumed.
-    """
-    return 2 * (members - 1) / max(members, 1) * codec_bytes / (slowest or 1e6)
-
-
-def deadline_seconds(silence: float, codec_bytes: int, members: int, slowest: float) -> float:
-    """D of the design. T for a reducer that never answers, T for its replacement, 2T to sign, and twice the ideal
-    transfer for each of the two attempts at the reduction."""
-    return 4 * silence + 4 * transfer_seconds(codec_bytes, members, slowest)
 
 
 class Round:
@@ -106,8 +97,15 @@ class Round:
         self._work: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._reducer_of: dict[tuple[int, int], int] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
+        self._progress: dict[tuple[int, int], float] = {}
+        """When each part last brought a new average."""
+        self.failed_reducers: dict[PeerId, None] = {}
+        """Members whose parts had to be given to others."""
         self._gone: set[int] = set()
-        self._checking: set[bytes] = set()
+        self._streams: dict[int, Stream] = {}
+        self._sent = self._received = 0
+        self.upload = self.download = 0.0
+        """Bytes per second that the reduction reached; 0 when too little was moved to tell."""
         self._changed = asyncio.Event()
 
     # --- the whole -----------------------------------------------------------------------------------------------
@@ -132,6 +130,9 @@ class Round:
         except RoundVoid as void:
             self._say_void(str(void))
             raise
+        except PeerMisbehaved as error:
+            self._say_void(str(error))
+            raise RoundVoid(str(error)) from None
         finally:
             await self._end()
 
@@ -143,6 +144,10 @@ class Round:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        committed = self.outcome.done() and not self.outcome.cancelled() and self.outcome.exception() is None
+        for reducer in self._serving.values():
+            # After a commit others may still be reading their averages; after a void round nobody wants them.
+            asyncio.get_running_loop().call_later(self.silence if committed else 0.0, reducer.close)
         if not self.outcome.done():
             self.outcome.cancel()
 
@@ -185,6 +190,7 @@ class Round:
         """Begin to work on a part, as its reducer or as one of its contributors."""
         key = (part.first, part.count)
         self._reducer_of[key] = part.reducer
+        self._progress[key] = self.around.transport.now()
         if part.reducer == self.me:
             around, cutoff = self.around, self.ends - 2 * self.silence
             reducer = Reducer(
@@ -204,9 +210,32 @@ class Round:
     def _hold(self, index: int, data: bytes) -> None:
         digest = hash_chunk(data)
         self.held[digest] = data
+        for first, count in self._progress:
+            if first <= index < first + count:
+                self._progress[(first, count)] = self.around.transport.now()
         if self.chunks[index] is None:
             self.chunks[index] = digest
+            if None not in self.chunks:
+                self._measure()
         self._pulse()
+
+    def _measure(self) -> None:
+        """All averages are here: what the links carried until now tells how fast they are."""
+        seconds = max(self.around.transport.now() - self.started, 1e-3)
+        sent = self._sent + sum(stream.bytes_sent for stream in self._streams.values())
+        received = self._received + sum(stream.bytes_received for stream in self._streams.values())
+        if min(sent, received) >= MEASURABLE:
+            self.upload, self.download = sent / seconds, received / seconds
+
+    def _open(self, stream: Stream) -> None:
+        self.around.messenger.watch(stream)
+        self._streams[id(stream)] = stream
+
+    def _shut(self, stream: Stream) -> None:
+        self.around.messenger.unwatch(stream)
+        if self._streams.pop(id(stream), None) is not None:
+            self._sent += stream.bytes_sent
+            self._received += stream.bytes_received
 
     async def _exchange(self, part: Part) -> None:
         """Contribute to another's part until all its averages are here; reconnects as long as the round lasts."""
@@ -223,7 +252,7 @@ class Round:
             stream: Stream | None = None
             try:
                 stream = await around.transport.open(reducer, REDUCE, timeout=self.silence)
-                around.messenger.watch(stream)
+                self._open(stream)
                 hello = Hello(self.seal, self.signature, part.first, part.count, received)
                 await exchange(
                     stream, hello, self.roster_id, transport=around.transport, layout=around.layout,
@@ -240,7 +269,7 @@ class Round:
                     return
             finally:
                 if stream is not None:
-                    around.messenger.unwatch(stream)
+                    self._shut(stream)
                     await stream.close()
             await asyncio.sleep(self.silence * CHUNK_RETRY)
 
@@ -255,11 +284,11 @@ class Round:
         reducer = self._serving.get(key)
         if reducer is None:
             raise PeerMisbehaved(f"part {hello.first}+{hello.count} is not this peer's", stream.peer)
-        self.around.messenger.watch(stream)
+        self._open(stream)
         try:
             await reducer.accept(member, stream, hello, self.roster_id)
         finally:
-            self.around.messenger.unwatch(stream)
+            self._shut(stream)
 
     # --- messages ------------------------------------------------------------------------------------------------
 
@@ -268,14 +297,15 @@ class Round:
         if peer not in self.peers:
             return
         if isinstance(message, Reassign):
-            self._reassigned(message)
+            if self._entitled(self.peers.index(peer)):
+                self._reassigned(message)
         elif isinstance(message, Ballot):
-            self.learn(message)
+            self.learn(message, peer)
         elif isinstance(message, Voided):
             self._gone.add(self.peers.index(peer))
         self._pulse()
 
-    def learn(self, ballot: Ballot) -> None:
+    def learn(self, ballot: Ballot, sender: PeerId | None = None) -> None:
         """A body for this roster, and votes for it. Raises :class:`PeerMisbehaved` when it is unsound."""
         commit_id = hash_of(ballot.body)
         proposal = self.proposals.get(commit_id)
@@ -283,6 +313,8 @@ class Round:
             check_body(ballot.body, self.around.manifest, self.around.layout)
             if hash_of(ballot.body.seal) != self.roster_id:
                 raise PeerMisbehaved("a ballot with another roster's body")
+            if len(self.proposals) >= MAX_PROPOSALS:
+                raise PeerMisbehaved(f"more than {MAX_PROPOSALS} bodies for one roster")
             proposal = self.proposals[commit_id] = Proposal(ballot.body)
             self._spawn(self._consider(commit_id, proposal))
         for vote in ballot.votes:
@@ -290,6 +322,10 @@ class Round:
                 ballot.body, commit_id, vote.member, vote.signature, self.around.signer
             ):
                 proposal.votes[vote.member] = vote.signature
+        if sender is not None and self.signed == commit_id and all(vote.member != self.me for vote in ballot.votes):
+            # The own vote has not reached the sender: a stream broke, or a daemon died with it.
+            vote = Vote(self.me, proposal.votes[self.me])
+            self.around.messenger.post(sender, Ballot(self.roster_id, ballot.body, [vote]))
         self._count(proposal)
 
     def _count(self, proposal: Proposal) -> None:
@@ -313,19 +349,38 @@ class Round:
             self.around.messenger.silent_for(self.peers[member], self.started) <= self.silence
         )
 
-    def leader(self) -> int:
-        """The member that leads now: the coordinator, or the next in order that is not silent."""
+    def _order(self) -> list[int]:
+        """Who leads, and who after them: the coordinator, then the others by rank."""
         run, base = self.seal.run, self.seal.base.id
         coordinator = self.peers.index(PeerId(self.seal.coordinator))
         rest = sorted(
             (m for m in range(len(self.peers)) if m != coordinator), key=lambda m: rank(run, base, self.peers[m])
         )
-        return next(member for member in [coordinator, *rest] if self._alive(member))
+        return [coordinator, *rest]
+
+    def leader(self) -> int:
+        """The member that leads now: the first in order that is not silent."""
+        return next(member for member in self._order() if self._alive(member))
+
+    def _entitled(self, sender: int) -> bool:
+        """Whether that member may lead, as far as can be seen from here: all before it have been silent for a while.
+        Half of T, since others may have heard them last a little earlier."""
+        for member in self._order():
+            if member == sender:
+                return True
+            silent = self.around.messenger.silent_for(self.peers[member], self.started)
+            if member == self.me or (member not in self._gone and silent < self.silence / 2):
+                return False
+        return False
 
     async def _lead(self) -> None:
         """Lead while it is this member's turn: replace silent reducers, then propose; end what cannot be won."""
         proposed_at = float("-inf")
         while not self.outcome.done():
+            if self.around.transport.now() >= self.ends:
+                # Timers may stand still while a machine is suspended; the round's end does not move.
+                self.outcome.set_exception(RoundVoid(f"no commit within {self.seal.deadline:.1f} s"))
+                return
             self._give_up_if_hopeless()
             if self.leader() == self.me:
                 now = self.around.transport.now()
@@ -357,14 +412,19 @@ class Round:
         """Give the missing chunks of silent reducers to live members; contributors encode again from x."""
         missing = [index for index, digest in enumerate(self.chunks) if digest is None]
         parts = list(self._parts())
-        orphaned = [
-            index for index in missing
-            if not any(self._alive(p.reducer) for p in parts if p.first <= index < p.first + p.count)
-        ]  # fmt: skip
+        working = [part for part in parts if self._works(part)]
+        orphaned = [i for i in missing if not any(p.first <= i < p.first + p.count for p in working)]
         if not orphaned:
             return
+        for part in parts:
+            if part not in working and any(part.first <= i < part.first + part.count for i in orphaned):
+                self.failed_reducers[self.peers[part.reducer]] = None
         members = self.seal.members
-        able = [m for m in range(len(members)) if self._alive(m) and (members[m].reachable or m == self.me)]
+        able = [
+            m for m in range(len(members))
+            if m == self.me
+            or (self._alive(m) and members[m].reachable and self.peers[m] not in self.failed_reducers)
+        ]  # fmt: skip
         runs: list[list[int]] = []
         for index in orphaned:
             if runs and runs[-1][-1] == index - 1:
@@ -380,15 +440,32 @@ class Round:
         self.around.messenger.post_all(self.peers, message)
         self._reassigned(message)
 
+    def _works(self, part: Part) -> bool:
+        """Whether a reducer may still deliver: it is not silent, and it has not stood still for long. A process whose
+        threads or disk hang goes on answering, so life alone proves nothing."""
+        if part.reducer == self.me:
+            return True
+        layout, around = self.around.layout, self.around
+        size = sum(
+            around.replica.codec.encoded_size(layout.size(i)) for i in range(part.first, part.first + part.count)
+        )
+        patience = 2 * self.silence + transfer_seconds(size, len(self.peers), slowest_link(self.seal.members))
+        still = around.transport.now() - max(self._progress[(part.first, part.count)], around.messenger.epoch)
+        return self._alive(part.reducer) and still <= patience
+
     def _parts(self) -> Iterable[Part]:
         for first, count in self._work:
             yield Part(self._reducer_of[(first, count)], first, count)
 
     def _reassigned(self, message: Reassign) -> None:
-        if message.generation <= self._generation:
+        if not self._generation < message.generation <= self._generation + len(self.peers):
             return
-        total = len(self.chunks)
-        if any(p.reducer >= len(self.peers) or p.count == 0 or p.first + p.count > total for p in message.parts):
+        at = 0
+        for part in message.parts:
+            if part.reducer >= len(self.peers) or part.count == 0 or part.first < at:
+                raise PeerMisbehaved("a reassignment whose parts overlap, or are not in order")
+            at = part.first + part.count
+        if at > len(self.chunks):
             raise PeerMisbehaved("a reassignment outside the fragment")
         self._generation = message.generation
         for part in message.parts:
@@ -397,7 +474,9 @@ class Round:
                 whole = all(i in range(part.first, part.first + part.count) for i in range(old[0], old[0] + old[1]))
                 if whole:
                     self._work.pop(old).cancel()
-                    self._serving.pop(old, None)
+                    self._progress.pop(old, None)
+                    if (reducer := self._serving.pop(old, None)) is not None:
+                        reducer.close()
             self._take(part)
 
     async def _propose(self) -> None:
@@ -427,14 +506,19 @@ class Round:
         body = proposal.body
         try:
             check_child(body, around.replica.position, around.manifest, around.layout)
+            if body.state != await around.replica.digest(around.transport):
+                raise PeerMisbehaved("a body that attests another state than this peer's", self.seal.coordinator)
+            for index, entry in enumerate(body.chunks):
+                held = self.chunks[index]
+                if self._generation == 0 and held is not None and held != entry.hash:
+                    # No reducer was replaced, so there is one average of each chunk, and this is not it.
+                    raise PeerMisbehaved(f"chunk {index} is not what its reducer sent", self.seal.coordinator)
+            await self._gather(body, proposal)
         except PeerMisbehaved as error:
-            around.events("refused", peer=self.seal.coordinator, reason=str(error), round=self.seal.round)
+            around.events("refused", peer=error.peer or self.seal.coordinator, reason=str(error), round=self.seal.round)
             return
-        if body.state != await around.replica.digest(around.transport):
-            around.events("warning", message=f"round {self.seal.round}: a body attests another state than this peer's")
-            return
-        await self._gather(body, proposal)
-        if self.signed is not None or self.outcome.done() or around.obsolete():
+        late = around.transport.now() >= self.ends
+        if self.signed is not None or self.outcome.done() or around.obsolete() or late:
             return
         # One signature per roster, ever: after a restart the nonce in the roster is no longer this process's.
         self.signed = commit_id
@@ -444,23 +528,27 @@ class Round:
         self._count(proposal)
 
     async def _gather(self, body: Body, proposal: Proposal | None) -> None:
-        """Hold every chunk of a body, fetching what is lacking from members, those who signed it first."""
-        around = self.around
-        for index, entry in enumerate(body.chunks):
-            while entry.hash not in self.held:
-                voters = list(proposal.votes) if proposal is not None else []
-                ordered = [*voters, *(m for m in range(len(self.peers)) if m not in voters)]
-                donors = [self.peers[m] for m in ordered if m != self.me and self._alive(m)]
-                try:
-                    data = await around.fetch(entry.hash, donors)
-                    scratch = np.empty(around.layout.size(index), np.float32)
-                    check(data, index, self.seal.members, around.replica.codec, scratch)
+        """Hold every chunk of a body, fetching what is lacking from members, those who signed it first.
+
+        Raises :class:`PeerMisbehaved` when what was signed for is not sound.
+        """
+        around, began = self.around, self.around.transport.now()
+        while missing := [i for i, entry in enumerate(body.chunks) if entry.hash not in self.held]:
+            # What its reducer is about to send anyway is not fetched beside it.
+            coming = all(self.chunks[i] is None for i in missing) and all(self._alive(p.reducer) for p in self._parts())
+            if coming and around.transport.now() - began < self.silence / 2:
+                await self._wait(self.silence * CHUNK_RETRY)
+                continue
+            voters = list(proposal.votes) if proposal is not None else []
+            ordered = [*voters, *(m for m in range(len(self.peers)) if m not in voters)]
+            donors = [self.peers[m] for m in ordered if m != self.me and self._alive(m)]
+            try:
+                for entry, data in zip(body.chunks, await around.fetch(body, donors, self.held.get), strict=True):
                     self.held[entry.hash] = data
-                except TransportError:
-                    # It may still be on its way from its reducer.
-                    await self._wait(self.silence * CHUNK_RETRY)
-            if unpack(self.held[entry.hash]).contributors != entry.contributors:
-                raise PeerMisbehaved(f"chunk {index} has other contributors than the body says", self.seal.coordinator)
+            except TransportError:
+                await self._wait(self.silence * CHUNK_RETRY)
+        chunks = [self.held[entry.hash] for entry in body.chunks]
+        await around.transport.offload(check_all, body, chunks, around.layout, around.replica.codec)
 
     async def _complete(self, commit: Commit) -> None:
         """After the majority: hold all of the commit's chunks. Bounded by the deadline and T beyond it."""
