@@ -17,6 +17,7 @@ from atoll.protocol.commits import Position
 from atoll.protocol.errors import AtollError
 from atoll.protocol.island import Island, Progress
 from atoll.protocol.peer import Peer
+from atoll.protocol.shutdown import aside
 from atoll.protocol.statefolder import state_home
 from atoll.protocol.theta0 import theta0
 
@@ -76,12 +77,16 @@ async def _train(session: Session, options: NodeOptions, name: str) -> int:
 
     manifest = session.manifest
     session.event("state", state="starting")
-    prepared = asyncio.create_task(asyncio.to_thread(_prepare))
-    island = await TrainerProcess.start(
-        session.model, session.data, session.inner, manifest.round.inner_steps, manifest.budget.rounds,
-        device=options.device, threads=options.threads or None,
-        log=lambda event, fields: session.event(event, **fields),
-    )  # fmt: skip
+    prepared = asyncio.create_task(aside(_prepare))
+    try:
+        island = await TrainerProcess.start(
+            session.model, session.data, session.inner, manifest.round.inner_steps, manifest.budget.rounds,
+            device=options.device, threads=options.threads or None,
+            log=lambda event, fields: session.event(event, **fields),
+        )  # fmt: skip
+    except BaseException:
+        prepared.cancel()
+        raise
     try:
         await prepared
         started(session, name, island.device)
@@ -216,10 +221,10 @@ class _Exporter:
 
 
 async def _observe(session: Session, options: ObserverOptions) -> int:
-    await asyncio.to_thread(_prepare)
-    evaluator = await asyncio.to_thread(_evaluator, session, options)
+    await aside(_prepare)
+    evaluator = await aside(partial(_evaluator, session, options))
     started(session, "observer", options.device)
-    session.event("ngrams", **await asyncio.to_thread(evaluator.ngrams))
+    session.event("ngrams", **await aside(evaluator.ngrams))
     rounds = session.manifest.budget.rounds
     due: asyncio.Queue[tuple[Position, NDArray[np.float32]] | None] = asyncio.Queue()
 
@@ -238,7 +243,7 @@ async def _observe(session: Session, options: ObserverOptions) -> int:
             if position.head.outer_step == scored:
                 continue
             scored = position.head.outer_step
-            loss = await asyncio.to_thread(evaluator.loss, params)
+            loss = await aside(partial(evaluator.loss, params))
             session.event(
                 "evaluation", round=position.head.round, outer_step=scored, tokens=position.tokens, val_loss=loss
             )

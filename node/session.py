@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from atoll.protocol.eventlog import EVENT_FILE, EventLog
 from atoll.protocol.identity import Ed25519Signer, load_or_create_identity
 from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.manifest import Manifest
+from atoll.protocol.shutdown import aside
 from atoll.protocol.statefolder import StateFolder, default_state
 
 from .config import DataConfig, InnerConfig, ModelConfig
@@ -65,10 +68,6 @@ async def open_session(
 
     Raises the errors of each step; nothing that was there before is lost by any of them.
     """
-    from atoll.protocol.hivemind_transport import HivemindTransport
-    from atoll.protocol.records import RecordGate
-    from atoll.protocol.store import Store
-
     run = RunAddress.parse(address)
     folder = state if state is not None else default_state(run.run_id, prefix)
     async with contextlib.AsyncExitStack() as stack:
@@ -76,6 +75,12 @@ async def open_session(
         signer = load_or_create_identity(folder / IDENTITY_FILE)
         log = EventLog(folder / EVENT_FILE, signer.peer_id, echo=echo)
         stack.callback(log.close)
+        # Seconds, in which Ctrl-C must be heard.
+        await aside(partial(importlib.import_module, "atoll.protocol.hivemind_transport"))
+        from atoll.protocol.hivemind_transport import HivemindTransport
+        from atoll.protocol.records import RecordGate
+        from atoll.protocol.store import Store
+
         manifest = _kept_manifest(folder, run.run_id)
         admitted: list[Manifest] = [manifest] if manifest is not None else []
         gate = RecordGate(run.run_id, signer, admits=lambda peer: not admitted or admitted[0].admits(peer))
@@ -143,7 +148,10 @@ async def _fetch_manifest(transport: HivemindTransport, run: RunAddress, timeout
 
 @contextlib.contextmanager
 def on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call ``stop`` at SIGINT or SIGTERM; a second one does not interrupt the leaving, which is bounded anyway."""
+    """Call ``stop`` at SIGINT or SIGTERM; a second one does not interrupt the leaving, which is bounded anyway.
+
+    The process leaves after this, whatever the reason, so until its end both signals have nothing more to say.
+    """
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
@@ -151,7 +159,7 @@ def on_signals(stop: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+            loop.add_signal_handler(number, lambda: None)
 
 
 def started(session: Session, name: str, device: str) -> None:

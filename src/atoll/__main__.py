@@ -11,8 +11,10 @@ import datetime
 import errno
 import os
 import platform
+import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +71,17 @@ bootstrap_cli.register(app)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script. Ends the process with the documented exit code."""
-    sys.exit(run(arguments))
+    code = run(arguments)
+    # All is said and done: one more Ctrl-C, while Python takes itself apart, must not change how this ended.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if threading.active_count() > 1:
+        # Somebody left in the middle of something long (compiling, scoring): nothing that anybody needs any more.
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
