@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import atoll
 from atoll.protocol.address import Multiaddr, RunAddress
-from atoll.protocol.errors import ResourceError, TransportError
+from atoll.protocol.errors import ResourceError, SignatureError, TransportError
 from atoll.protocol.eventlog import EVENT_FILE, EventLog
 from atoll.protocol.identity import Ed25519Signer, load_or_create_identity
 from atoll.protocol.manifest import Manifest
@@ -67,7 +67,10 @@ def load_run(path: Path, state: Path | None = None) -> Run:
     does not verify, :class:`VersionError` when it is of another protocol version.
     """
     manifest = Manifest.load(path)
-    manifest.check_signature()
+    try:
+        manifest.check_signature()
+    except SignatureError as error:
+        raise SignatureError(f"{path}: {error}") from None
     folder = state if state is not None else default_state(manifest.run_id, "bootstrap-")
     return Run(manifest, manifest.to_toml().encode(), folder)
 

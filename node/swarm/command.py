@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import json
 import os
 import signal
@@ -103,6 +104,11 @@ def run_swarm(options: SwarmOptions, on_folder: Callable[[Path], None] = lambda 
             family.stop(list(family.children), interrupts)
             run.say("interrupted before the swarm had started")
             return INTERRUPTED
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            fault = folder_error(out, error)
+            raise type(fault)(str(fault).replace("--state", "--out")) from error
 
 
 def _run(run: _Run, manifest: Manifest) -> int:
