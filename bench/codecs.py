@@ -1,17 +1,32 @@
-"""Speed of the codecs and of what else touches every parameter: ``python -m bench.codecs``.
+"""Speed and error of the codecs, and speed of what else touches every parameter: ``python -m bench.codecs``.
 
 Chunks of 65,536 values out of a vector too large for the caches, as in a round; gigabytes are of float32 values, not
-of payload. Threads are Python threads on different chunks, which is how a peer runs the kernels.
+of payload. Threads are Python threads on different chunks, which is how a peer runs the kernels; torch and
+bitsandbytes use as many threads of their own, on pieces of 2^20 values, which suits them better. Errors are the norm of
+what is lost over the norm of the values, for normally distributed values and for Student's t with three degrees of
+freedom. ``--json FILE`` writes the rows.
+
+torch.compile may contract and reassociate, so its bytes are compared and not trusted; it runs in a process of its own
+that is ended when compiling takes too long. bitsandbytes is measured where it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from bench._common import Row, table, write_rows
 
 from atoll.protocol import kernels
 from atoll.protocol.codecs import CODECS
@@ -21,10 +36,29 @@ from atoll.protocol.state import GlobalState
 from atoll.protocol.theta0 import TensorSpec, fill
 
 CHUNK = 65536
+PIECE = 1 << 20
+IMPLEMENTATIONS = ("numba", "numpy", "torch eager", "torch.compile", "bitsandbytes")
+OPERATIONS = ("encode", "decode", "accumulate")
 
 
-def measure(work: Callable[[int], object], layout: ChunkLayout, threads: int, repeats: int) -> float:
-    """Gigabytes of float32 per second, the best of ``repeats`` passes over all chunks."""
+@dataclass
+class Job:
+    """One codec in one implementation: each function takes the number of a piece."""
+
+    codec: str
+    layout: ChunkLayout
+    bytes: int
+    encode: Callable[[int], object]
+    decode: Callable[[int], object]
+    accumulate: Callable[[int], object]
+    exact: bool | None = None
+    """Whether the bytes are those of the specification; None where the format is another."""
+    own_threads: bool = False
+
+
+def measure(work: Callable[[int], object], layout: ChunkLayout, threads: int, seconds: float) -> float:
+    """Gigabytes of float32 per second, the best of the passes over all chunks that fit into ``seconds`` (two at
+    least, not counting one that warms up)."""
 
     def strand(first: int) -> None:
         for i in range(first, layout.count, threads):
@@ -32,55 +66,252 @@ def measure(work: Callable[[int], object], layout: ChunkLayout, threads: int, re
 
     best = float("inf")
     with ThreadPoolExecutor(threads) as pool:
-        for _ in range(repeats + 1):  # the first one warms up
+        end, passes = time.perf_counter() + seconds, -1
+        while passes < 2 or time.perf_counter() < end:
             start = time.perf_counter()
             list(pool.map(strand, range(threads)))
-            best = min(best, time.perf_counter() - start)
+            passes += 1
+            if passes:
+                best = min(best, time.perf_counter() - start)
     return 4e-9 * layout.parameters / best
+
+
+def heavy(values: np.ndarray[Any, Any]) -> None:
+    rng = np.random.default_rng(3)
+    for start in range(0, values.size, PIECE):
+        part = values[start : start + PIECE]
+        part[:] = rng.standard_t(3, part.size) * 1e-3
+
+
+def gaussian(values: np.ndarray[Any, Any]) -> None:
+    rng = np.random.default_rng(2)
+    for start in range(0, values.size, PIECE):
+        part = values[start : start + PIECE]
+        part[:] = rng.standard_normal(part.size, np.float32) * np.float32(1e-3)
+
+
+def protocol_jobs(values: Any, into: Any, names: list[str]) -> Iterator[Job]:
+    layout = ChunkLayout(values.size, CHUNK)
+    for name in names:
+        codec = CODECS[name]
+        sizes = [codec.encoded_size(layout.size(i)) for i in range(layout.count)]
+        buffers = [bytearray(size) for size in sizes]
+        yield Job(
+            name, layout, sum(sizes),
+            lambda i, c=codec, b=buffers: c.encode(values[layout.span(i)], b[i]),
+            lambda i, c=codec, b=buffers: c.decode(b[i], layout.size(i), into[layout.span(i)]),
+            lambda i, c=codec, b=buffers: c.accumulate(b[i], 3.0, into[layout.span(i)]),
+            exact=True,
+        )  # fmt: skip
+
+
+def torch_jobs(values: Any, into: Any, names: list[str], *, compiled: bool) -> Iterator[Job]:
+    import torch
+
+    from atoll.node import codecs_torch
+
+    layout = ChunkLayout(values.size, PIECE)
+    x, y = torch.from_numpy(values), torch.from_numpy(into)
+    encode: Callable[..., Any] = codecs_torch._encoded
+    if compiled:
+        encode = torch.compile(codecs_torch._encoded, dynamic=False)
+    for name in [name for name in names if name in codecs_torch.SUPPORTED]:
+        payloads: list[Any] = [None] * layout.count
+
+        def pack(i: int, name: str = name, payloads: list[Any] = payloads) -> None:
+            rows, worst = encode(name, x[layout.span(i)].view(-1, min(CHUNK, layout.size(i))))
+            assert int(worst) < 0x7F800000
+            payloads[i] = rows
+
+        def unpack(i: int, name: str = name, payloads: list[Any] = payloads) -> Iterator[tuple[int, Any]]:
+            size = layout.size(i) // len(payloads[i])
+            for row, payload in enumerate(payloads[i]):
+                start = layout.span(i).start + row * size
+                yield start, codecs_torch.decode(name, payload, size)
+
+        def read(i: int, unpack: Any = unpack) -> None:
+            for start, decoded in unpack(i):
+                y[start : start + decoded.numel()] = decoded
+
+        def add(i: int, unpack: Any = unpack) -> None:
+            for start, decoded in unpack(i):
+                y[start : start + decoded.numel()] += decoded * 3.0
+
+        for i in range(layout.count):
+            pack(i)
+        theirs = b"".join(row.numpy().tobytes() for rows in payloads for row in rows)
+        chunks = ChunkLayout(values.size, CHUNK)
+        ours = b"".join(bytes(CODECS[name].encode(values[chunks.span(i)])) for i in range(chunks.count))
+        yield Job(name, layout, len(theirs), pack, read, add, exact=theirs == ours, own_threads=True)
+
+
+def bitsandbytes_jobs(values: Any, into: Any) -> Iterator[Job]:
+    """The closest that bitsandbytes has: 8-bit dynamic blocks and nf4, blocks of 64, scales in float32."""
+    import torch
+    from bitsandbytes import functional
+
+    layout = ChunkLayout(values.size, PIECE)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, y = torch.from_numpy(values).to(device), torch.from_numpy(into)
+    sides: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "bnb 8-bit": (
+            lambda t: functional.quantize_blockwise(t, blocksize=64),
+            lambda q: functional.dequantize_blockwise(*q),
+        ),
+        "bnb nf4": (
+            lambda t: functional.quantize_4bit(t, blocksize=64, quant_type="nf4"),
+            lambda q: functional.dequantize_4bit(*q),
+        ),
+    }
+    for name, (pack, unpack) in sides.items():
+        packed: list[Any] = [None] * layout.count
+
+        def encode(i: int, pack: Any = pack, packed: list[Any] = packed) -> None:
+            packed[i] = pack(x[layout.span(i)])
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        def decode(i: int, unpack: Any = unpack, packed: list[Any] = packed) -> None:
+            y[layout.span(i)] = unpack(packed[i]).view(-1).cpu()
+
+        def add(i: int, unpack: Any = unpack, packed: list[Any] = packed) -> None:
+            y[layout.span(i)] += unpack(packed[i]).view(-1).cpu() * 3.0
+
+        for i in range(layout.count):
+            encode(i)
+        size = sum(q.numel() * q.element_size() + state.absmax.numel() * 4 for q, state in packed)
+        yield Job(name, layout, size, encode, decode, add, own_threads=True)
+
+
+def jobs_of(implementation: str, values: Any, into: Any, names: list[str]) -> Iterator[Job]:
+    if implementation in ("numba", "numpy"):
+        return protocol_jobs(values, into, names)
+    if implementation == "bitsandbytes":
+        return bitsandbytes_jobs(values, into)
+    return torch_jobs(values, into, names, compiled=implementation == "torch.compile")
+
+
+def rows_of(implementation: str, options: argparse.Namespace) -> Iterator[Row]:
+    """Measure every codec of one implementation."""
+    values, into = (np.empty(options.elements, np.float32) for _ in range(2))
+    backend = kernels.NUMPY if implementation == "numpy" else kernels.table()
+    if implementation in ("torch eager", "torch.compile", "bitsandbytes"):
+        import torch
+
+        torch.set_num_threads(max(options.threads))
+    with kernels.using(backend):
+        gaussian(values)
+        for job in jobs_of(implementation, values, into, options.codecs):
+            row: Row = {"codec": job.codec, "implementation": implementation, "elements": options.elements}
+            row["ratio"] = 4 * values.size / job.bytes
+            row["specified bytes"] = {True: "yes", False: "no", None: "-"}[job.exact]
+            for data, make in (("t3", heavy), ("normal", gaussian)):
+                make(values)
+                for work in (job.encode, job.decode):
+                    for i in range(job.layout.count):
+                        work(i)
+                lost = np.linalg.norm((into - values).astype(np.float64))
+                row[f"error {data}"] = float(lost / np.linalg.norm(values.astype(np.float64)))
+            for threads in options.threads:
+                if job.own_threads:
+                    torch.set_num_threads(threads)
+                for operation in OPERATIONS:
+                    into.fill(0)
+                    speed = measure(
+                        getattr(job, operation), job.layout, 1 if job.own_threads else threads, options.seconds
+                    )
+                    row[f"{operation} {threads}"] = speed
+            yield row
+
+
+def others(options: argparse.Namespace) -> Iterator[Row]:
+    """The outer step, hashing and θ₀."""
+    layout = ChunkLayout(options.elements, CHUNK)
+    spec = TensorSpec("vector", (layout.parameters,), "normal", 1e-3)
+    values, into, momentum = (np.zeros(layout.parameters, np.float32) for _ in range(3))
+    fill(1, 0, spec, values)
+    state = GlobalState(layout, into, momentum)
+    works: dict[str, Callable[[int], object]] = {
+        "outer step": lambda i: outer_step(
+            into[layout.span(i)], momentum[layout.span(i)], values[layout.span(i)], 0.7, 0.6
+        ),
+        "hash a blob": lambda i: state._hash(2 * i),
+        "theta0, normal": lambda i: fill(1, 0, spec, into[layout.span(i)], layout.span(i).start),
+    }
+    for what, work in works.items():
+        row: Row = {"what": what, "implementation": kernels.backend(), "elements": options.elements}
+        for threads in options.threads:
+            row[f"speed {threads}"] = measure(work, layout, threads, options.seconds)
+        yield row
+
+
+def compiled_rows(options: argparse.Namespace) -> list[Row]:
+    """torch.compile's rows, from a process that is ended when it takes too long. Raises :class:`RuntimeError`."""
+    command = [sys.executable, "-m", "bench.codecs", "--rows-of", "torch.compile"]
+    command += ["--elements", str(options.elements), "--seconds", str(options.seconds), "--codecs", *options.codecs]
+    command += ["--threads", *map(str, options.threads)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=options.patience)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"did not finish within {options.patience:.0f} s") from None
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}")
+    rows: list[Row] = json.loads(done.stdout.splitlines()[-1])
+    return rows
+
+
+def machine() -> str:
+    """The processor and how many of its cores this process may use."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = lines[0].partition(":")[2].strip() if lines else name
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {cores} cores"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=1 << 24, help="length of the vector (default: %(default)s)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each figure (default: %(default)s)")
+    parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=list(CODECS))
+    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
+    parser.add_argument("--patience", type=float, default=180.0, help="seconds for torch.compile (default: 180)")
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--rows-of", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-
-    layout = ChunkLayout(options.elements, CHUNK)
-    spec = TensorSpec("vector", (layout.parameters,), "normal", 1e-3)
-    values, into, momentum = (np.empty(layout.parameters, np.float32) for _ in range(3))
-    fill(1, 0, spec, values)
-    into[:], momentum[:] = values, 0
-    state = GlobalState(layout, into, momentum)
-
-    jobs: dict[str, Callable[[int], object]] = {}
-    for name, codec in CODECS.items():
-        sizes = [codec.encoded_size(layout.size(i)) for i in range(layout.count)]
-        buffers = [bytearray(size) for size in sizes]
-        jobs[f"{name} encode"] = lambda i, c=codec, b=buffers: c.encode(values[layout.span(i)], b[i])
-        jobs[f"{name} decode"] = lambda i, c=codec, b=buffers: c.decode(b[i], layout.size(i), into[layout.span(i)])
-        jobs[f"{name} accumulate"] = lambda i, c=codec, b=buffers: c.accumulate(b[i], 3.0, into[layout.span(i)])
-    jobs["outer step"] = lambda i: outer_step(
-        into[layout.span(i)], momentum[layout.span(i)], values[layout.span(i)], 0.7, 0.6
-    )
-    jobs["hash a blob"] = lambda i: state._hash(2 * i)
-    jobs["theta0, normal"] = lambda i: fill(1, 0, spec, into[layout.span(i)], layout.span(i).start)
+    if options.elements % PIECE:
+        parser.error(f"--elements must be a multiple of {PIECE}")
 
     start = time.perf_counter()
     backend = kernels.warm_up()
-    print(f"{layout.parameters} values; kernels compiled or loaded in {time.perf_counter() - start:.2f} s ({backend})")
-    print(
-        f"{'GB/s of float32':20}"
-        + "".join(f"{f'numba, {n} thr.':>15}{f'numpy, {n} thr.':>15}" for n in options.threads)
-    )
-    implementations = (kernels.table(), kernels.NUMPY)
-    for job, work in jobs.items():
-        row = ""
-        for threads in options.threads:
-            for implementation in implementations:
-                with kernels.using(implementation):
-                    row += f"{measure(work, layout, threads, options.repeats):15.2f}"
-        print(f"{job:20}{row}", flush=True)
+    if options.rows_of:
+        print(json.dumps(list(rows_of(options.rows_of, options))))
+        return
+    took = time.perf_counter() - start
+    print(f"{machine()}; {options.elements:,} values; kernels compiled or loaded in {took:.2f} s ({backend})")
+    rows: list[Row] = []
+    for implementation in options.implementations:
+        try:
+            if implementation == "torch.compile":
+                rows += compiled_rows(options)
+            else:
+                rows += rows_of(implementation, options)
+        except (ImportError, RuntimeError) as error:
+            print(f"{implementation}: left out, {error}")
+    titles = [
+        (f"{operation} {n}", f"{operation}, {n} thr.", ".2f") for operation in OPERATIONS for n in options.threads
+    ]
+    columns = [("codec", "GB/s of float32", ""), ("implementation", "by", ""), *titles]
+    columns += [("ratio", "smaller", ".1f"), ("error normal", "error normal", ".4f"), ("error t3", "error t3", ".4f")]
+    rows.sort(key=lambda row: (list(CODECS).index(row["codec"]) if row["codec"] in CODECS else 99, row["codec"]))
+    print(table(rows, [*columns, ("specified bytes", "bytes as specified", "")]), flush=True)
+    more = list(others(options))
+    speeds = [(f"speed {n}", f"{n} thr.", ".2f") for n in options.threads]
+    print("", table(more, [("what", "GB/s of float32", ""), *speeds]), sep="\n", flush=True)
+    write_rows(options.json, [row | {"machine": machine()} for row in rows + more])
 
 
 if __name__ == "__main__":
