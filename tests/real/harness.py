@@ -41,6 +41,10 @@ T = TypeVar("T")
 _PRCTL = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else lambda *_: 0
 
 
+QUIET = ("progress", "digest", "checkpoint", "state")
+"""Events that tell little of what went wrong."""
+
+
 class TooLate(AssertionError):
     """Something that was waited for did not come."""
 
@@ -220,7 +224,7 @@ class Process:
     def story(self) -> str:
         """The end of what it said, for a failed test."""
         lines = [f"--- {self.name}, code {self.code}, round {self.round}, state {self.state}"]
-        lines += [str(event)[:300] for event in self.poll() if event["event"] != "progress"][-25:]
+        lines += [str(event)[:300] for event in self.poll() if event["event"] not in QUIET][-12:]
         progress = self.last("progress")
         lines += [str(progress)] if progress else []
         return "\n".join([*lines, self.err.read_text(errors="replace")[-2000:]])
