@@ -10,9 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
 from .codecs import Codec
 from .commits import members_in
@@ -60,30 +58,25 @@ def hash_chunk(data: bytes) -> bytes:
     return blake3(data).digest()
 
 
-def check_all(
-    body: Body, chunks: Sequence[bytes], layout: ChunkLayout, codec: Codec
-) -> list[NDArray[np.float32] | None]:
-    """Validate all averaged chunks of a body, and decode them: float32 means, None where nobody contributed.
+def check_all(body: Body, chunks: Sequence[bytes], layout: ChunkLayout, codec: Codec) -> list[Averaged]:
+    """Validate all averaged chunks of a body; after it none can fail to decode.
 
     Raises :class:`PeerMisbehaved`: hashes alone say only that the chunks are those that somebody signed for.
     """
-    means: list[NDArray[np.float32] | None] = []
     if len(chunks) != len(body.chunks):
         raise PeerMisbehaved(f"{len(chunks)} chunks for a body of {len(body.chunks)}")
+    found = []
     for index, (data, entry) in enumerate(zip(chunks, body.chunks, strict=True)):
-        scratch = np.empty(layout.size(index), np.float32)
-        averaged = check(data, index, body.seal.members, codec, scratch)
+        averaged = check(data, index, body.seal.members, codec, layout.size(index))
         if averaged.contributors != entry.contributors:
             raise PeerMisbehaved(f"chunk {index} has other contributors than its commit says")
-        means.append(scratch if averaged.weight else None)
-    return means
+        found.append(averaged)
+    return found
 
 
-def check(data: bytes, index: int, members: list[Member], codec: Codec, scratch: NDArray[np.float32]) -> Averaged:
-    """Validate an averaged chunk: place, contributors, weight, and a payload that decodes to finite numbers.
-
-    scratch: float32, as long as the chunk; holds the mean afterwards (zeros when nobody contributed).
-    Raises :class:`PeerMisbehaved`.
+def check(data: bytes, index: int, members: Sequence[Member], codec: Codec, elements: int) -> Averaged:
+    """Validate an averaged chunk of so many elements: place, contributors, weight, and a payload that decodes to
+    finite numbers. Raises :class:`PeerMisbehaved`.
     """
     chunk = unpack(data)
     if chunk.index != index:
@@ -93,9 +86,7 @@ def check(data: bytes, index: int, members: list[Member], codec: Codec, scratch:
     if weight != chunk.weight or any(members[i].weight == 0 for i in inside):
         raise PeerMisbehaved(f"averaged chunk {index} states weight {chunk.weight}, its contributors have {weight}")
     if inside:
-        codec.decode(chunk.payload, len(scratch), scratch)
+        codec.validate(chunk.payload, elements)
     elif len(chunk.payload):
         raise PeerMisbehaved(f"averaged chunk {index} has a payload and no contributors")
-    else:
-        scratch.fill(0)
     return chunk

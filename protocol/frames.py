@@ -51,12 +51,11 @@ class FrameStream(Stream):
         self._broken: str | None = None
         self._closing: asyncio.Task[None] | None = None
 
-    async def send(self, frame: bytes | bytearray | memoryview) -> None:
-        view = memoryview(frame).cast("B")
-        size = view.nbytes
+    async def send(self, *parts: bytes | bytearray | memoryview) -> None:
+        views = [memoryview(part).cast("B") for part in parts]
+        size = sum(view.nbytes for view in views)
         if size >= 1 << 32:
             raise ValueError(f"a frame has less than 4 GiB, not {size} bytes")
-        header = size.to_bytes(_HEADER, "big")
         async with self._sending:
             self._check()
             written = 0
@@ -69,11 +68,7 @@ class FrameStream(Stream):
                 self._on_moved(payload, 0)
 
             try:
-                if size <= _AHEAD:
-                    await self._pipe.write(memoryview(header + view), progress)
-                else:
-                    await self._pipe.write(memoryview(header), progress)
-                    await self._pipe.write(view, progress)
+                await self._pipe.write(memoryview(size.to_bytes(_HEADER, "big")), *views, on_progress=progress)
             except asyncio.CancelledError:
                 if 0 < written < _HEADER + size:  # the rest would be read as the next frame
                     self._broken = "an earlier send was cancelled in the middle of a frame"
@@ -81,6 +76,9 @@ class FrameStream(Stream):
                 raise
 
     async def receive(self, limit: int = DEFAULT_FRAME_LIMIT) -> bytes:
+        return bytes(await self.receive_view(limit))
+
+    async def receive_view(self, limit: int = DEFAULT_FRAME_LIMIT) -> memoryview:
         async with self._receiving:
             self._check()
             if self._frame is None:
@@ -90,28 +88,21 @@ class FrameStream(Stream):
                 self._check_size(size, limit)
                 self._start += _HEADER
                 ready = min(size, self._end - self._start)
-                piece = memoryview(self._ahead)[self._start : self._start + ready]
+                frame = bytearray(size)
+                frame[:ready] = memoryview(self._ahead)[self._start : self._start + ready]
                 self._start += ready
+                self._frame, self._filled = frame, ready
                 self._count(ready)
-                if ready == size:
-                    return bytes(piece)
-                self._frame = bytearray(size)
-                self._frame[:ready] = piece
-                self._filled = ready
             frame = self._frame
             self._check_size(len(frame), limit)
-            view = memoryview(frame)
-            while self._filled < len(frame):
-                count = await self._pipe.read(view[self._filled :])
-                if not count:
-                    raise StreamClosed(
-                        f"the stream of {self.peer} ended inside a frame, at {self._filled} of {len(frame)} bytes"
-                    )
-                self.last_heard = self._clock()
-                self._filled += count
-                self._count(count)
+            if self._filled < len(frame) and not await self._pipe.fill(
+                memoryview(frame)[self._filled :], self._progress
+            ):
+                raise StreamClosed(
+                    f"the stream of {self.peer} ended inside a frame, at {self._filled} of {len(frame)} bytes"
+                )
             self._frame = None
-            return bytes(frame)
+            return memoryview(frame)
 
     async def close(self) -> None:
         if self._closing is None:
@@ -142,6 +133,11 @@ class FrameStream(Stream):
             raise StreamClosed(f"the stream of {self.peer} ended" + (" inside a frame" if self._end else ""))
         self._end += count
         self.last_heard = self._clock()
+
+    def _progress(self, count: int) -> None:
+        self.last_heard = self._clock()
+        self._filled += count
+        self._count(count)
 
     def _count(self, received: int) -> None:
         self.bytes_received += received

@@ -54,34 +54,62 @@ class Pipe:
                 return count
             await self._ready(self._loop.add_reader, self._loop.remove_reader)
 
+    async def fill(self, into: memoryview, on_progress: Callable[[int], None]) -> bool:
+        """Read until ``into`` is full; False when the stream ended before. ``on_progress`` is told of every piece.
+
+        The daemon hands over 32 KiB or less at a time: pieces are read by the loop's callback, since waking a task
+        for each would cost more than moving the bytes.
+        """
+        filled = 0
+
+        def step() -> bool | None:
+            nonlocal filled
+            for _ in range(_TURN // _PIECE):
+                if filled == len(into):
+                    return True
+                count = self._read_now(into[filled:])
+                if count is None:
+                    return None
+                if not count:
+                    return False
+                filled += count
+                on_progress(count)
+            return True if filled == len(into) else None
+
+        return await self._move(step, self._loop.add_reader, self._loop.remove_reader)
+
     async def read_exactly(self, count: int) -> bytearray:
         """Read ``count`` bytes. Raises StreamClosed when it ends before."""
         data = bytearray(count)
-        view = memoryview(data)
-        filled = 0
-        while filled < count:
-            read = await self.read(view[filled:])
-            if not read:
-                raise StreamClosed("the stream ended")
-            filled += read
+        if not await self.fill(memoryview(data), lambda _: None):
+            raise StreamClosed("the stream ended")
         return data
 
-    async def write(self, data: memoryview, on_progress: Callable[[int], None] | None = None) -> None:
-        """Write all of ``data``; ``on_progress`` is told of every piece. Raises StreamClosed."""
-        while data:
-            await self._pace()
-            self._check()
-            try:
-                count = self._socket.send(data[:_PIECE])
-            except (BlockingIOError, InterruptedError):
-                await self._ready(self._loop.add_writer, self._loop.remove_writer)
-                continue
-            except OSError as error:
-                raise StreamClosed(f"the stream broke: {error.strerror or error}") from None
-            if on_progress is not None:
-                on_progress(count)
-            data = data[count:]
-            self._moved += count + 64
+    async def write(self, *parts: memoryview, on_progress: Callable[[int], None] | None = None) -> None:
+        """Write all parts, one after another; ``on_progress`` is told of every piece. Raises StreamClosed."""
+        left = [part for part in parts if part]
+
+        def step() -> bool | None:
+            for _ in range(_TURN // _PIECE):
+                if not left:
+                    return True
+                try:
+                    # What is small goes out together with what follows, not as a packet of its own.
+                    count = self._socket.sendmsg([part[:_PIECE] for part in left[:4]])
+                except (BlockingIOError, InterruptedError):
+                    return None
+                except OSError as error:
+                    raise StreamClosed(f"the stream broke: {error.strerror or error}") from None
+                if on_progress is not None:
+                    on_progress(count)
+                self._moved += count + 64
+                while left and count >= len(left[0]):
+                    count -= len(left.pop(0))
+                if count:
+                    left[0] = left[0][count:]
+            return None if left else True
+
+        await self._move(step, self._loop.add_writer, self._loop.remove_writer)
 
     def interrupt(self) -> None:
         """Make every read and write that is under way or begins later raise StreamClosed."""
@@ -138,6 +166,44 @@ class Pipe:
             self._waiting.discard(future)
             if not self.closed:
                 remove(self._socket)
+
+    async def _move(
+        self, step: Callable[[], bool | None], add: Callable[..., Any], remove: Callable[[socket.socket], Any]
+    ) -> bool:
+        """Call ``step`` now, and whenever the socket is ready, until it answers; a cancellation loses nothing."""
+        await self._pace()
+        self._check()
+        answer = step()
+        if answer is not None:
+            return answer
+        future: asyncio.Future[None] = self._loop.create_future()
+        failure = StreamClosed("the stream was closed on this side")
+
+        def ready() -> None:
+            nonlocal answer, failure
+            if future.done():
+                return
+            try:
+                answer = step()
+                if answer is None:
+                    return
+            except StreamClosed as error:
+                failure = error
+            future.set_result(None)
+
+        self._waiting.add(future)
+        add(self._socket, ready)
+        self._moved = 0
+        try:
+            await future
+        finally:
+            self._waiting.discard(future)
+            if not self.closed:
+                remove(self._socket)
+        self._moved = 0
+        if answer is None:
+            raise failure
+        return answer
 
     def _read_now(self, into: memoryview) -> int | None:
         try:

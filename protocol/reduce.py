@@ -22,7 +22,8 @@ from blake3 import blake3
 from .averaged import check, pack, size_limit
 from .codecs import MAX_MAGNITUDE, Codec
 from .commits import bitmap
-from .errors import PeerMisbehaved, StreamClosed
+from .digest import BytesLike
+from .errors import NonFinite, PeerMisbehaved, StreamClosed
 from .layout import ChunkLayout
 from .messages import Digest, Member, Natural, Part, Seal, Signature, decode, encode
 from .transport import Stream, Transport
@@ -95,6 +96,8 @@ class Reducer:
         self._low = part.first
         self._end = part.first + part.count
         self._sums: dict[int, np.ndarray[Any, np.dtype[np.float32]]] = {}
+        self._spare: list[np.ndarray[Any, np.dtype[np.float32]]] = []
+        """Sums of chunks that are done, to be used again: fresh memory costs as much time as an addition."""
         self._inside: dict[int, list[int]] = {}
         self._locks: dict[int, asyncio.Lock] = {}
         self._next = {i: part.first for i, member in enumerate(members) if member.weight and i != me}
@@ -124,7 +127,7 @@ class Reducer:
             self._refused(member, reason)
             self._pulse()
 
-    async def _add(self, member: int, index: int, payload: bytes | memoryview) -> None:
+    async def _add(self, member: int, index: int, payload: BytesLike) -> None:
         """Add a contribution, whole and once. It runs to its end in a task of its own even if the member's stream
         breaks meanwhile: a thread that adds cannot be called back, and the books must say what it did."""
         task = asyncio.get_running_loop().create_task(self._add_whole(member, index, payload))
@@ -137,13 +140,13 @@ class Reducer:
         if not task.cancelled():
             task.exception()  # raised where it is awaited, if anybody still waits
 
-    async def _add_whole(self, member: int, index: int, payload: bytes | memoryview) -> None:
+    async def _add_whole(self, member: int, index: int, payload: BytesLike) -> None:
         async with self._locks.setdefault(index, asyncio.Lock()):
             if member in self._out or index < self._low:
                 raise PeerMisbehaved(f"chunk {index} came after it was averaged without it")
             into = self._sums.get(index)
             if into is None:
-                into = self._sums[index] = np.zeros(self._layout.size(index), np.float32)
+                into = self._sums[index] = self._fresh(self._layout.size(index))
             weight = float(self._members[member].weight)
             await self._transport.offload(self._codec.accumulate, payload, weight, into)
             self._inside.setdefault(index, []).append(member)
@@ -152,12 +155,24 @@ class Reducer:
                 self._delivered[member] = self._transport.now()
         self._pulse()
 
+    def _fresh(self, size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        for i, spare in enumerate(self._spare):
+            if spare.size == size:
+                del self._spare[i]
+                spare.fill(0)
+                return spare
+        return np.zeros(size, np.float32)
+
     def close(self) -> None:
         """End all streams: the round is over. Idempotent."""
         self._closed = True
+        for stream in self._connected.values():
+            task = asyncio.get_running_loop().create_task(stream.close())
+            self._adding[task] = None
+            task.add_done_callback(self._added)
         self._pulse()
 
-    async def run(self, own: Callable[[int], bytes] | None) -> None:
+    async def run(self, own: Callable[[int], BytesLike] | None) -> None:
         """Average chunk after chunk. ``own(index)``: this member's own contribution, encoded as it would be sent;
         it passes through the codec like everyone's."""
         for index in range(self._low, self._end):
@@ -181,11 +196,13 @@ class Reducer:
         async with self._locks.setdefault(index, asyncio.Lock()):
             inside = sorted(self._inside.get(index, []))
             weight = sum(self._members[m].weight for m in inside)
-            payload = b""
             total = self._sums.pop(index, None)
+            contributors = bitmap(inside, len(self._members))
             if weight and total is not None:
-                payload = await self._transport.offload(self._encode_mean, total, weight)
-            average = pack(index, bitmap(inside, len(self._members)), weight, payload)
+                average = await self._transport.offload(self._average, index, contributors, weight, total)
+                self._spare.append(total)
+            else:
+                average = pack(index, contributors, weight, b"")
             self._inside.pop(index, None)
             self._low = index + 1
         self._locks.pop(index, None)
@@ -193,11 +210,17 @@ class Reducer:
         self._sink(index, average)
         self._pulse()
 
-    def _encode_mean(self, total: np.ndarray[Any, np.dtype[np.float32]], weight: int) -> bytes:
+    def _average(
+        self, index: int, contributors: bytes, weight: int, total: np.ndarray[Any, np.dtype[np.float32]]
+    ) -> bytes:
         total /= np.float32(weight)
-        # Each contribution was within the codec's bound; rounding may take their mean a hair beyond it.
-        np.clip(total, -MAX_MAGNITUDE, MAX_MAGNITUDE, out=total)
-        return bytes(self._codec.encode(total))
+        try:
+            payload = self._codec.encode(total)
+        except NonFinite:
+            # Each contribution was within the codec's bound; rounding may take their mean a hair beyond it.
+            np.clip(total, -MAX_MAGNITUDE, MAX_MAGNITUDE, out=total)
+            payload = self._codec.encode(total)
+        return pack(index, contributors, weight, payload)
 
     # --- one member's stream -------------------------------------------------------------------------------------
 
@@ -227,7 +250,7 @@ class Reducer:
         limit = _CHUNK.size + self._codec.encoded_size(self._layout.chunk) + 64
         count, running = 0, blake3()
         while True:
-            frame = await stream.receive(limit)
+            frame = await stream.receive_view(limit)
             if frame[:1] == bytes([ALIVE]):
                 continue
             kind, index = _unpack(frame, stream)
@@ -252,7 +275,7 @@ class Reducer:
                 await _drain(stream, limit)
                 return
             try:
-                await self._add(member, index, memoryview(frame)[_CHUNK.size :])
+                await self._add(member, index, frame[_CHUNK.size :])
             except PeerMisbehaved as error:
                 if member in self._out:
                     await _drain(stream, limit)
@@ -271,15 +294,16 @@ class Reducer:
                 self._check_open()
                 if index not in self._averages:
                     await stream.send(bytes([ALIVE]))
-            frame = _CHUNK.pack(AVERAGE, index) + self._averages[index]
-            running.update(frame)
-            await stream.send(frame)
+            start, average = _CHUNK.pack(AVERAGE, index), self._averages[index]
+            running.update(start)
+            running.update(average)
+            await stream.send(start, average)
         await stream.send(_CHUNK.pack(END, self._end - have) + running.digest())
 
 
 async def exchange(
     stream: Stream, hello: Hello, roster_id: bytes, *, transport: Transport, layout: ChunkLayout, codec: Codec,
-    members: list[Member], silence: float, own: Callable[[int], bytes] | None, sink: Callable[[int, bytes], None],
+    members: list[Member], silence: float, own: Callable[[int], BytesLike] | None, sink: Callable[[int, bytes], None],
 ) -> None:  # fmt: skip
     """The member's side of one reduce stream: send the own chunks of a part, receive its averages.
 
@@ -297,17 +321,18 @@ async def exchange(
         count, running = 0, blake3()
         for index in range(max(welcome.next, hello.first), end if own is not None else 0):
             assert own is not None
-            frame = _CHUNK.pack(CONTRIBUTION, index) + await transport.offload(own, index)
-            running.update(frame)
+            start, payload = _CHUNK.pack(CONTRIBUTION, index), await transport.offload(own, index)
+            running.update(start)
+            running.update(payload)
             count += 1
-            await stream.send(frame)
+            await stream.send(start, payload)
         await stream.send(_CHUNK.pack(END, count) + running.digest())
 
     async def read() -> None:
         limit = _CHUNK.size + size_limit(codec, layout.chunk, len(members))
         due, count, running = hello.have, 0, blake3()
         while True:
-            frame = await stream.receive(limit)
+            frame = await stream.receive_view(limit)
             if frame[:1] == bytes([ALIVE]):
                 continue
             kind, index = _unpack(frame, stream)
@@ -318,9 +343,9 @@ async def exchange(
             if kind != AVERAGE or index != due or due >= end:
                 raise PeerMisbehaved(f"frame of kind {kind}, chunk {index} where {due} was due", stream.peer)
             running.update(frame)
-            data = frame[_CHUNK.size :]
-            scratch = np.empty(layout.size(index), np.float32)
-            await transport.offload(check, data, index, members, codec, scratch)
+            data = bytes(frame[_CHUNK.size :])
+            del frame  # it would stay as long as the next one takes to arrive
+            await transport.offload(check, data, index, members, codec, layout.size(index))
             sink(index, data)
             count += 1
             due += 1
@@ -328,7 +353,7 @@ async def exchange(
     await both(read(), write())
 
 
-def _unpack(frame: bytes, stream: Stream) -> tuple[int, int]:
+def _unpack(frame: bytes | memoryview, stream: Stream) -> tuple[int, int]:
     if len(frame) < _CHUNK.size:
         raise PeerMisbehaved(f"a reduce frame of {len(frame)} bytes", stream.peer)
     kind, index = _CHUNK.unpack_from(frame)
@@ -338,7 +363,7 @@ def _unpack(frame: bytes, stream: Stream) -> tuple[int, int]:
 async def _drain(stream: Stream, limit: int) -> None:
     try:
         while True:
-            frame = await stream.receive(limit)
+            frame = await stream.receive_view(limit)
             if len(frame) >= _CHUNK.size and frame[0] == END:
                 return
     except StreamClosed:

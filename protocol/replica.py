@@ -7,6 +7,7 @@ inner step counts once, and a chunk that was not averaged is as if it had never 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,10 +19,13 @@ from .commits import START, Position, members_in, position_of
 from .layout import ChunkLayout
 from .manifest import Manifest
 from .messages import Body
-from .state import GlobalState
+from .outer import check_outer
+from .state import GlobalState, spread
 from .transport import Transport
 
 Floats = NDArray[np.float32]
+STRETCH = 1 << 16
+"""Elements that stay in a core's cache between two passes over them."""
 
 
 class Replica:
@@ -42,6 +46,7 @@ class Replica:
         self.position = position
         self.residual = residual
         self._digest: asyncio.Task[bytes] | None = None
+        self._memory = threading.local()
 
     @property
     def params(self) -> Floats:
@@ -61,25 +66,42 @@ class Replica:
 
     # --- contributing --------------------------------------------------------------------------------------------
 
-    def contribution(self, index: int, theta: Floats) -> Floats:
-        """x of one chunk: Δ + residual, Δ = g − θ. ``theta``: the frozen local parameters, all of them."""
+    def contribution(self, index: int, theta: Floats, out: Floats | None = None) -> Floats:
+        """x of one chunk: Δ + residual, Δ = g − θ. ``theta``: the frozen local parameters, all of them.
+
+        out: float32, as long as the chunk, to be written and returned instead of fresh memory.
+        """
         span = self.layout.span(index)
-        x = self.state.params[span] - theta[span]
-        if self.residual is not None:
-            # β < 1 lets old quantization errors fade (arXiv 2508.15706).
-            decay = np.float32(self.manifest.codec.error_feedback)
-            x += self.residual[span] if decay == 1 else decay * self.residual[span]
+        x = np.empty(self.layout.size(index), np.float32) if out is None else out
+        params, local = self.state.params[span], theta[span]
+        if self.residual is None:
+            return np.subtract(params, local, out=x)
+        # β < 1 lets old quantization errors fade (arXiv 2508.15706).
+        decay = np.float32(self.manifest.codec.error_feedback)
+        residual = self.residual[span]
+        for start in range(0, len(x), STRETCH):
+            part = slice(start, start + STRETCH)
+            np.subtract(params[part], local[part], out=x[part])
+            x[part] += residual[part] if decay == 1 else decay * residual[part]
         return x
 
-    def encode(self, index: int, theta: Floats) -> bytes:
+    def encode(self, index: int, theta: Floats) -> bytearray | memoryview:
         """What is sent of one chunk; the same bytes each time while nothing has been committed."""
-        return bytes(self.codec.encode(self.contribution(index, theta)))
+        return self.codec.encode(self.contribution(index, theta, self._scratch(index)))
+
+    def _scratch(self, index: int) -> Floats:
+        """Memory of this thread, as long as a chunk: fresh pages for each would cost as much time as the encoding."""
+        memory: Floats | None = getattr(self._memory, "chunk", None)
+        if memory is None:
+            memory = self._memory.chunk = np.empty(min(self.layout.chunk, self.layout.parameters), np.float32)
+        return memory[: self.layout.size(index)]
 
     def sendable(self, theta: Floats) -> bool:
         """Whether the codec takes every element of x: finite, and of a sane magnitude."""
         for index in range(self.layout.count):
             # The largest magnitude is NaN or infinite when any element is.
-            if not float(np.abs(self.contribution(index, theta)).max(initial=0.0)) <= MAX_MAGNITUDE:
+            x = self.contribution(index, theta, self._scratch(index))
+            if not float(np.abs(x, out=x).max(initial=0.0)) <= MAX_MAGNITUDE:
                 return False
         return True
 
@@ -87,7 +109,13 @@ class Replica:
 
     def means(self, body: Body, chunks: Sequence[bytes]) -> list[Floats | None]:
         """Decode a commit's averaged chunks; None where nobody contributed. Raises PeerMisbehaved."""
-        return check_all(body, chunks, self.layout, self.codec)
+        means: list[Floats | None] = []
+        for index, averaged in enumerate(check_all(body, chunks, self.layout, self.codec)):
+            mean = np.empty(self.layout.size(index), np.float32) if averaged.weight else None
+            if mean is not None:
+                self.codec.decode(averaged.payload, len(mean), mean)
+            means.append(mean)
+        return means
 
     def apply(
         self,
@@ -108,37 +136,47 @@ class Replica:
         has paused since the freeze.
         Returns the share (0 … 1) of the fragment in which this peer's contribution was averaged.
         """
-        means = self.means(body, chunks)
-        inside = [False] * self.layout.count
-        if me is not None and frozen is not None:
-            for index, entry in enumerate(body.chunks):
-                inside[index] = me in members_in(entry.contributors, len(body.seal.members))
-                if inside[index] and self.residual is not None:
-                    x = self.contribution(index, frozen)
-                    decoded = np.empty_like(x)
-                    self.codec.decode(memoryview(self.codec.encode(x)), len(x), decoded)
-                    np.subtract(x, decoded, out=self.residual[self.layout.span(index)])
-        before = self.state.params.copy() if local is not None and chunks else None
+        # Everything is checked before the first write; then chunk after chunk, so that it takes no memory to speak of.
+        averages = check_all(body, chunks, self.layout, self.codec)
         outer = self.manifest.outer
-        if chunks:
-            self.state.apply(means, lr=outer.lr, mu=outer.momentum, kind=outer.optimizer)
-        averaged = 0
-        for index in range(self.layout.count if chunks else 0):
+        check_outer(outer.lr, outer.momentum, outer.optimizer)
+
+        def one(index: int) -> int:
+            """Apply one chunk; the number of its elements when this peer's contribution is in it."""
+            averaged = averages[index]
+            mine = me is not None and frozen is not None and me in members_in(averaged.contributors, members)
+            if not averaged.weight:
+                return 0
             span = self.layout.span(index)
+            scratch = self._scratch(index)
+            if mine and self.residual is not None:
+                assert frozen is not None
+                x = self.contribution(index, frozen, scratch)
+                sent = self.codec.encode(x)
+                # The scratch holds x, so the decoded values go where the difference will be.
+                residual = self.residual[span]
+                self.codec.decode(sent, len(x), residual)
+                np.subtract(x, residual, out=residual)
             new = self.state.params[span]
-            averaged += len(new) * inside[index]
-            if local is None or before is None:
-                continue
-            if not inside[index]:
-                local[span] += new - before[span]
-            elif local is frozen:
+            before = None if local is None or (mine and local is frozen) else new.copy()
+            self.codec.decode(averaged.payload, len(scratch), scratch)
+            self.state.step(index, scratch, lr=outer.lr, mu=outer.momentum, kind=outer.optimizer)
+            if local is None:
+                pass
+            elif before is None:
                 local[span] = new
+            elif not mine:
+                local[span] += new - before
             else:
                 assert frozen is not None
                 local[span] = new + (local[span] - frozen[span])
+            return len(new) if mine else 0
+
+        members = len(body.seal.members)
+        shared = sum(spread(one, range(len(chunks)), 4 * self.layout.chunk))
         self.position = position_of(body, commit_id)
         self._digest = None
-        return averaged / self.layout.parameters
+        return shared / self.layout.parameters
 
     def adopt(self, state: GlobalState, position: Position) -> None:
         """Go over to another head's state (a re-synchronisation): the residual is void with it."""

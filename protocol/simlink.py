@@ -476,12 +476,12 @@ class SimStream(Stream):
     def ended(self) -> bool:
         return self.closed or self.broken is not None
 
-    async def send(self, frame: bytes | bytearray | memoryview) -> None:
+    async def send(self, *parts: bytes | bytearray | memoryview) -> None:
         """As the interface says. A send that is cancelled while it waits has sent the whole frame all the same."""
         if self.nic.process.state == DEAD:
             await self.nic.loop.create_future()
         self._check_send()
-        data = frame if type(frame) is bytes else bytes(frame)
+        data = parts[0] if len(parts) == 1 and type(parts[0]) is bytes else b"".join(parts)
         pipe = self.outgoing
         self.bytes_sent += len(data)
         pipe.push(data)

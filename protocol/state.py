@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +17,21 @@ from .layout import ChunkLayout
 from .outer import check_outer, outer_step
 
 Floats = NDArray[np.float32]
+T = TypeVar("T")
 
 DOMAIN = b"atoll state 1\0"
 INFINITE_BITS = 0x7F800000
 PARALLEL_BYTES = 32 << 20
-"""Stale bytes from which hashing spreads over threads; below, starting them costs more than it saves."""
+"""Bytes from which work on chunks spreads over threads; below, starting them costs more than it saves."""
+
+
+def spread(work: Callable[[int], T], items: Sequence[int], size: int) -> list[T]:
+    """``work`` of each item, over several threads where they pay. ``size``: bytes that an item stands for."""
+    workers = min(len(items), 8, os.cpu_count() or 1)
+    if workers < 2 or len(items) * size < PARALLEL_BYTES:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(workers, thread_name_prefix="state") as pool:
+        return list(pool.map(work, items))
 
 
 class GlobalState:
@@ -85,6 +96,13 @@ class GlobalState:
                 outer_step(self.params[span], self.momentum[span], mean, lr, mu, kind)
                 self._hashes[2 * i] = self._hashes[2 * i + 1] = None
 
+    def step(self, index: int, mean: Floats, *, lr: float, mu: float, kind: str = "nesterov") -> None:
+        """One outer step of one chunk, for callers who have checked all chunks of the commit before; several threads
+        may work on different chunks."""
+        span = self.layout.span(index)
+        outer_step(self.params[span], self.momentum[span], mean, lr, mu, kind)
+        self._hashes[2 * index] = self._hashes[2 * index + 1] = None
+
     @property
     def blob_count(self) -> int:
         """Two blobs a chunk."""
@@ -116,12 +134,7 @@ class GlobalState:
     def hashes(self) -> list[bytes]:
         """BLAKE3 of every blob; only those that changed since the last call are computed."""
         stale = [index for index, known in enumerate(self._hashes) if known is None]
-        workers = min(len(stale), 8, os.cpu_count() or 1)
-        if workers > 1 and len(stale) * 4 * self.layout.chunk >= PARALLEL_BYTES:
-            with ThreadPoolExecutor(workers, thread_name_prefix="state-hash") as pool:
-                fresh = list(pool.map(self._hash, stale))
-        else:
-            fresh = [self._hash(index) for index in stale]
+        fresh = spread(self._hash, stale, 4 * self.layout.chunk)
         for index, digest in zip(stale, fresh, strict=True):
             self._hashes[index] = digest
         return [known for known in self._hashes if known is not None]

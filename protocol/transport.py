@@ -39,8 +39,8 @@ class Stream(ABC):
     """``Transport.now()`` when the last byte arrived (partial frames count: any byte is a sign of life)."""
 
     @abstractmethod
-    async def send(self, frame: bytes | bytearray | memoryview) -> None:
-        """Send one frame; returns when the transport has taken it (back-pressure).
+    async def send(self, *parts: bytes | bytearray | memoryview) -> None:
+        """Send one frame, the parts one after another; returns when the transport has taken it (back-pressure).
 
         Raises :class:`StreamClosed` when the other side is gone.
         """
@@ -48,6 +48,10 @@ class Stream(ABC):
     @abstractmethod
     async def receive(self, limit: int = DEFAULT_FRAME_LIMIT) -> bytes:
         """The next frame. Raises :class:`StreamClosed` at the end, :class:`FrameTooLarge` above ``limit``."""
+
+    async def receive_view(self, limit: int = DEFAULT_FRAME_LIMIT) -> memoryview:
+        """:meth:`receive` without a copy, where the transport can; the memory is the caller's."""
+        return memoryview(await self.receive(limit))
 
     @abstractmethod
     async def close(self) -> None:

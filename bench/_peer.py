@@ -1,0 +1,277 @@
+"""A peer for benchmarks: the real transport, Round, Reducer and Replica; a roster written by hand; no training.
+
+It runs in a process of its own and does what :class:`~bench._common.Crew` asks of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import cProfile
+import gc
+import os
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ._common import cpu, gaussian, squared_error
+from ._network import enter
+
+RAW = "bench/raw"
+RAW_FRAME = 1 << 18
+
+
+def main(connection: Connection, index: int, options: dict[str, Any]) -> None:
+    """Entry of the process. options: peers, params, codec, chunk (0: as suggested), hosts (address of each peer),
+    namespaces (of each peer, or none), silence (seconds), profile (folder or none)."""
+    if options.get("namespaces"):
+        enter(options["namespaces"][index])  # before any thread is started
+    asyncio.run(_serve(connection, index, options))
+
+
+async def _serve(connection: Connection, index: int, options: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        peer = BenchPeer(index, options)
+        try:
+            connection.send((True, await peer.start(Path(folder))))
+            while True:
+                order, *arguments = await asyncio.to_thread(connection.recv)
+                connection.send((True, await getattr(peer, order)(*arguments)))
+        finally:
+            await peer.close()
+
+
+class BenchPeer:
+    """See :func:`main`. Public coroutines are orders."""
+
+    def __init__(self, index: int, options: dict[str, Any]) -> None:
+        self.index = index
+        self.options = options
+        self.current: Any = None
+        self.began = asyncio.Event()
+        self.early: list[tuple[Any, Any]] = []
+        self.book: list[tuple[str, list[str]]] = []
+        self.commit: Any = None
+
+    async def start(self, folder: Path) -> Any:
+        """Start the transport; answers (peer id, addresses, pid of the daemon)."""
+        from atoll.protocol import kernels
+        from atoll.protocol.codecs import get_codec
+        from atoll.protocol.disk import MemoryDisk
+        from atoll.protocol.fetch import Fetcher
+        from atoll.protocol.hivemind_transport import HivemindTransport
+        from atoll.protocol.identity import load_or_create_identity
+        from atoll.protocol.layout import ChunkLayout
+        from atoll.protocol.manifest import Manifest, suggested_chunk
+        from atoll.protocol.messenger import Messenger, message_limit
+        from atoll.protocol.reduce import PROTOCOL as REDUCE
+        from atoll.protocol.replica import Replica
+        from atoll.protocol.state import GlobalState
+        from atoll.protocol.store import Store
+        from atoll.protocol.transfer import Donor
+
+        kernels.warm_up()
+        options = self.options
+        count, size = options["peers"], options["params"]
+        self.signer = load_or_create_identity(folder / "key")
+        layout = self.layout = ChunkLayout(size, options.get("chunk") or suggested_chunk(size))
+        self.codec = get_codec(options["codec"])
+        # Touched, so that the pages are there before the round: np.zeros would only promise them.
+        self.theta, momentum = np.ones(size, np.float32), np.ones(size, np.float32)
+        momentum[:] = 0
+        params = np.ones(size, np.float32)
+        params[:] = 0
+        residual = None
+        if not self.codec.lossless:
+            residual = np.ones(size, np.float32)
+            residual[:] = 0
+        state = GlobalState(layout, params, momentum)
+        gaussian(self.index, 0, self.theta)
+        np.negative(self.theta, out=self.theta)
+        self.manifest = Manifest.make(
+            "benchmark", parameters=size, theta0=state.digest().hex(),
+            codec={"name": self.codec.name, "error_feedback": 1.0}, outer={"optimizer": "nesterov", "lr": 1.0,
+            "momentum": 0.0}, state={"chunk": layout.chunk},
+            round={"silence": options.get("silence", 5.0), "max_group": max(count, 2), "quorum": count},
+        )  # fmt: skip
+        self.replica = Replica(self.manifest, layout, self.codec, state, residual=residual)
+        self.transport = await HivemindTransport.create(
+            identity_path=folder / "key", run_id=self.manifest.run_id, seeds=[],
+            validator=lambda key, peer, value, expires: True,
+            listen=[f"/ip4/{options['hosts'][self.index]}/tcp/0"],
+        )  # fmt: skip
+        await self.replica.digest(self.transport)
+        self.messenger = Messenger(
+            self.transport, self._receive, silence=self.manifest.round.silence, admits=lambda peer: True,
+            refused=self._refused, limit=message_limit(layout.count),
+        )  # fmt: skip
+        await self.messenger.start()
+        await self.transport.serve(REDUCE, self._serve_reduce)
+        await self.transport.serve(RAW, self._serve_raw)
+        self.fetcher = Fetcher(self.transport, self.manifest, layout, self.signer, report=self._refused)
+        donor = Donor(self.transport, Store(MemoryDisk(), self.manifest.run_id, layout), recent=self._recent)
+        await donor.start()
+        return self.transport.peer_id, self.transport.addresses(), self.transport.daemon_pid
+
+    async def close(self) -> None:
+        if hasattr(self, "messenger"):
+            await self.messenger.close()
+        if hasattr(self, "transport"):
+            await self.transport.close()
+
+    async def meet(self, book: list[tuple[str, list[str], int]]) -> int:
+        """Learn everyone's addresses; answers the encoded bytes of the fragment."""
+        from atoll.protocol.transport import PeerId
+
+        self.book = [(peer, addresses) for peer, addresses, _ in book]
+        for peer, addresses in self.book:
+            self.transport.learn(PeerId(peer), addresses)
+        return sum(self.codec.encoded_size(self.layout.size(i)) for i in range(self.layout.count))
+
+    # --- the raw limit
+
+    async def raw(self, size: int) -> tuple[float, float]:
+        """Push ``size`` bytes to each other peer and take as many from each, on one stream a pair and direction of
+        opening, as a reduction does. Answers (start, end)."""
+        began = time.monotonic()
+        await asyncio.gather(*(self._push(peer, size) for peer, _ in self.book if peer != self.transport.peer_id))
+        return began, time.monotonic()
+
+    async def _push(self, peer: Any, size: int) -> None:
+        stream = await self.transport.open(peer, RAW, timeout=30)
+        await stream.send(size.to_bytes(8, "big"))
+        await asyncio.gather(self._out(stream, size), self._in(stream, size))
+        await stream.close()
+
+    async def _serve_raw(self, stream: Any) -> None:
+        size = int.from_bytes(await stream.receive(), "big")
+        await asyncio.gather(self._out(stream, size), self._in(stream, size))
+
+    @staticmethod
+    async def _out(stream: Any, size: int) -> None:
+        frame = bytes(RAW_FRAME)
+        for start in range(0, size, RAW_FRAME):
+            await stream.send(frame[: min(RAW_FRAME, size - start)])
+
+    @staticmethod
+    async def _in(stream: Any, size: int) -> None:
+        while size > 0:
+            size -= len(await stream.receive(RAW_FRAME))
+
+    # --- a round
+
+    def _refused(self, peer: Any, reason: str) -> None:
+        print(f"peer {self.index}: refused {peer}: {reason}", flush=True)
+
+    def _events(self, event: str, /, **fields: Any) -> None:
+        if event in ("refused", "warning", "reassign"):
+            print(f"peer {self.index}: {event} {fields}", flush=True)
+
+    def _receive(self, peer: Any, message: Any) -> None:
+        from atoll.protocol.control import Committed
+        from atoll.protocol.messages import hash_of
+
+        if isinstance(message, Committed):
+            roster = hash_of(message.commit.body.seal)
+            if self.current is not None and self.current.roster_id == roster:
+                self.current.committed(message.commit)
+        elif self.current is not None and getattr(message, "roster", None) == self.current.roster_id:
+            self.current.receive(peer, message)
+        else:
+            self.early.append((peer, message))
+
+    async def _serve_reduce(self, stream: Any) -> None:
+        from atoll.protocol.messages import decode, hash_of
+        from atoll.protocol.reduce import HELLO_LIMIT, Hello
+
+        hello = decode(await stream.receive(HELLO_LIMIT), Hello, stream.peer)
+        roster = hash_of(hello.seal)
+        while self.current is None or self.current.roster_id != roster:
+            await self.began.wait()
+        await self.current.serve(stream, hello)
+
+    def _recent(self, digest: bytes) -> bytes | None:
+        return None if self.current is None else self.current.held.get(digest)
+
+    async def round(self, number: int, coordinator: int = 0) -> dict[str, Any]:
+        """One round with everyone, to its commit. The roster of a number is the same at every peer."""
+        from atoll.protocol.commits import split_parts
+        from atoll.protocol.deadline import deadline_seconds
+        from atoll.protocol.messages import GENESIS, Member, Seal, hash_of
+        from atoll.protocol.round import Round, Surroundings
+
+        members = [
+            Member(peer, bytes([number] * 16), 1000, 50, 100, 0.0, 0.0, True) for peer, _ in self.book
+        ]  # fmt: skip
+        parts = split_parts([(m.reachable, m.upload, m.download) for m in members], self.layout.count)
+        deadline = deadline_seconds(members, self.layout, self.codec.name, self.manifest.round.silence)
+        seal = Seal(
+            self.manifest.run_id, number, 0, GENESIS, members[coordinator].peer, bytes([number] * 16), members, parts,
+            deadline,
+        )  # fmt: skip
+        around = Surroundings(
+            self.transport, self.messenger, self.signer, self.manifest, self.layout, self.replica, self._events,
+            fetch=self.fetcher.chunks, everyone=lambda: [m.peer for m in members], obsolete=lambda: False,
+        )  # fmt: skip
+
+        whole = 0.0
+
+        class Timed(Round):
+            def _hold(self, index: int, data: bytes) -> None:
+                nonlocal whole
+                super()._hold(index, data)
+                if None not in self.chunks and not whole:
+                    whole = time.monotonic()
+
+        profile = cProfile.Profile() if self.options.get("profile") and self.index == 1 else None
+        sent = self.transport.bytes_sent
+        used = cpu(os.getpid()), cpu(self.transport.daemon_pid or 0)
+        self.current = self.commit = None  # what an earlier round held is let go before this one begins
+        gc.collect()
+        began = time.monotonic()
+        current = Timed(around, seal, bytes(64), hash_of(seal), self.theta)
+        self.current = current
+        self.began.set()
+        self.began = asyncio.Event()
+        early, self.early = self.early, []
+        for peer, message in early:
+            self._receive(peer, message)
+        if profile is not None:
+            profile.enable()
+        commit = await current.run()
+        if profile is not None:
+            profile.disable()
+            profile.dump_stats(self.options["profile"])
+        committed = time.monotonic()
+        self.commit = commit
+        return {
+            "began": began, "whole": whole, "committed": committed, "commit": hash_of(commit.body).hex(),
+            "sent": self.transport.bytes_sent - sent,
+            "contributors": len(commit.votes),
+            "cpu": cpu(os.getpid()) - used[0], "daemon_cpu": cpu(self.transport.daemon_pid or 0) - used[1],
+        }  # fmt: skip
+
+    async def apply(self) -> dict[str, Any]:
+        """Apply the last round's commit, as a peer that has paused since the freeze does."""
+        from atoll.protocol.messages import hash_of
+
+        chunks = self.current.averaged(self.commit)
+        began = time.monotonic()
+        share = await self.transport.offload(
+            self.replica.apply, self.commit.body, hash_of(self.commit.body), chunks, me=self.index,
+            frozen=self.theta, local=self.theta,
+        )  # fmt: skip
+        return {"seconds": time.monotonic() - began, "share": share}
+
+    async def judge(self) -> dict[str, Any]:
+        """After :meth:`apply` with learning rate 1 on parameters 0, the parameters are minus the mean."""
+        from blake3 import blake3
+
+        self.current = self.commit = None
+        digest = blake3(self.replica.params.view(np.uint8)).hexdigest()
+        np.negative(self.replica.params, out=self.replica.params)
+        wrong, norm = squared_error(self.index, self.options["peers"], self.replica.params)
+        return {"digest": digest, "wrong": wrong, "norm": norm}
