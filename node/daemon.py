@@ -24,6 +24,7 @@ from atoll.protocol.theta0 import theta0
 from . import checkpoint
 from .console import ConsoleEcho
 from .options import Finish, NodeOptions, ObserverOptions
+from .peerbook import PeerBook
 from .session import Session, exit_reason, on_signals, open_session, started
 from .specs import tensor_specs
 
@@ -167,7 +168,10 @@ async def _live(
 
 
 async def _progress(session: Session, peer: Peer, island: Island | None) -> None:
+    book = PeerBook(session.folder)
     while True:
+        records = {name: known.record for name, known in peer.directory.known.items()}
+        book.note({name: record.addresses for name, record in records.items() if record and record.reachable})
         progress = island.progress() if island is not None else Progress()
         head = peer.head
         session.event(

@@ -25,6 +25,7 @@ from atoll.protocol.shutdown import aside
 from atoll.protocol.statefolder import StateFolder, default_state
 
 from .config import DataConfig, InnerConfig, ModelConfig
+from .peerbook import PeerBook
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -86,8 +87,8 @@ async def open_session(
         gate = RecordGate(run.run_id, signer, admits=lambda peer: not admitted or admitted[0].admits(peer))
         transport = await HivemindTransport.create(
             identity_path=folder / IDENTITY_FILE, run_id=run.run_id, listen=list(listen),
-            announce=list(announce) or None, seeds=list(run.peers), validator=gate, client_mode=client_mode,
-            seed=seed, threads=2, require_seed=False,
+            announce=list(announce) or None, seeds=[*run.peers, *PeerBook(folder).load()], validator=gate,
+            client_mode=client_mode, seed=seed, threads=2, require_seed=False,
         )  # fmt: skip
         stack.push_async_callback(transport.close)
         if manifest is None:

@@ -1,0 +1,62 @@
+"""Peers of the run that this node has met, kept on disk, so that it finds the run again without its well-known peers.
+
+A text file with one multiaddress a line. What stands there is dialled besides the address's own peers; whether who
+answers is that peer, and of this run, is seen then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from atoll.protocol.address import Multiaddr
+from atoll.protocol.errors import AddressError
+
+FILE = "peers"
+KEPT = 8
+"""Peers that are kept: each is greeted every few seconds as long as the node runs."""
+_MAX_BYTES = 1 << 16
+
+
+class PeerBook:
+    """The file in the state folder ``folder``. Neither a damaged file nor a full disk is an error."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._kept: dict[str, list[str]] = {}
+
+    def load(self) -> list[str]:
+        """Multiaddresses with ``/p2p/`` of an earlier start."""
+        found: list[str] = []
+        with contextlib.suppress(OSError):
+            with self._path.open("rb") as file:
+                data = file.read(_MAX_BYTES)
+            for line in data.decode("utf-8", "replace").split():
+                with contextlib.suppress(AddressError):
+                    if Multiaddr.parse(line).peer is not None:
+                        found.append(line)
+        return found
+
+    def note(self, reachable: Mapping[str, Sequence[str]]) -> None:
+        """Keep some of these peers (id to addresses): those kept already, as long as they are among them."""
+        kept = {peer: list(reachable[peer]) for peer in self._kept if peer in reachable}
+        for peer, addresses in reachable.items():
+            if len(kept) < KEPT and addresses:
+                kept.setdefault(peer, list(addresses))
+        if not kept or kept == self._kept:
+            return
+        self._kept = kept
+        lines = []
+        for peer, addresses in kept.items():
+            for address in addresses[:4]:
+                with contextlib.suppress(AddressError):
+                    lines.append(f"{Multiaddr.parse(address).at(peer)}\n")
+        temporary = self._path.with_name(f".{FILE}.{os.getpid()}.tmp")
+        with contextlib.suppress(OSError):
+            try:
+                temporary.write_text("".join(lines))
+                temporary.replace(self._path)
+            finally:
+                temporary.unlink(missing_ok=True)
