@@ -164,9 +164,9 @@ def check_seal(seal: Seal, manifest: Manifest, layout: ChunkLayout) -> None:
             raise PeerMisbehaved(f"weight {member.weight} above the cap {manifest.round.weight_cap}", member.peer)
     if not any(member.peer == seal.coordinator for member in seal.members):
         raise PeerMisbehaved("a coordinator outside its roster", seal.coordinator)
-    allowed = 1.01 * deadline_seconds(seal.members, layout, manifest.codec.name, manifest.round.silence)
-    if seal.deadline > allowed:
-        raise PeerMisbehaved(f"a deadline of {seal.deadline:.0f} s where {allowed:.0f} s would do", seal.coordinator)
+    due = deadline_seconds(seal.members, layout, manifest.codec.name, manifest.round.silence)
+    if not 0.99 * due <= seal.deadline <= 1.01 * due:
+        raise PeerMisbehaved(f"a deadline of {seal.deadline:.1f} s where {due:.1f} s follow", seal.coordinator)
     at = 0
     for part in seal.parts:
         if part.first != at or part.count == 0 or part.reducer >= count:

@@ -56,6 +56,8 @@ class Call(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     round: Natural
     fragment: Natural
     base: Head
+    leases: bool
+    """Leases alone: nobody freezes, everybody enters with weight 0. So a joiner need not wait for the next round."""
 
 
 class Ballot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="ballot"):

@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,13 @@ EARLY_LIMIT = 256
 
 Floats = NDArray[np.float32]
 RoundMessage = Ping | Reassign | Ballot | Voided
+
+
+class Due(Enum):
+    """What a coordinator calls its candidates for."""
+
+    ROUND = "round"
+    LEASES = "leases"
 
 
 @dataclass
@@ -205,6 +213,8 @@ class Peer:
         """Calls entered on this base: none is entered twice, or one roster could be signed twice."""
         self._unfit: dict[PeerId, None] = {}
         """Who failed to reduce its part in a roster of this base."""
+        self._frozen = True
+        """Whether the island has been frozen and not resumed since; it begins so."""
         self._recoveries = 0
         self._owed = GENESIS
         """The best head that this peer ever had; below it, it takes part in nothing."""
@@ -364,6 +374,7 @@ class Peer:
     async def _begin_training(self) -> None:
         assert self.island is not None
         self.island.local[:] = self.replica.params
+        self._frozen = False
         await self.island.resume(reload=True, spent=1.0, outer_step=self.head.outer_step)
 
     # --- decisions -----------------------------------------------------------------------------------------------
@@ -391,8 +402,8 @@ class Peer:
                     invitation, self._invitation = self._invitation, None
                     await self._take_part(invitation)
                     continue
-                if self._someone_ready and self._leads() and self._ready_to_call():
-                    await self._coordinate()
+                if self._someone_ready and self._leads() and (due := self._due()) is not None:
+                    await self._coordinate(due)
                     continue
             try:
                 async with asyncio.timeout(self._silence / (20 if self._someone_ready else 4)):
@@ -438,7 +449,7 @@ class Peer:
 
     def _forget(self, peer: PeerId) -> None:
         """A peer has been gone for long: nothing is kept of it."""
-        for table in (self._heads, self._ahead, self._reports, self._ranks):
+        for table in (self._heads, self._ahead, self._reports, self._ranks, self._doubts):
             table.pop(peer, None)
         self.messenger.forget(peer)
 
@@ -559,30 +570,35 @@ class Peer:
         pace = times[(len(times) - 1) // 2]
         return self.manifest.round.grace * self.manifest.round.inner_steps * (min(pace, 4 * own) if own else pace)
 
-    def _ready_to_call(self) -> bool:
-        """Quorum of the live is ready, and grace is over."""
+    def _due(self) -> Due | None:
+        """What to call now, if anything: a round when a quorum of the live is ready and grace is over; leases alone
+        when somebody has no samples and the next round is not near."""
         rules, now = self.manifest.round, self.transport.now()
         live = self._live()
         if len(live) > 1:
             self._alone_since = now
         elif now - self._alone_since < 3 * self._silence:
-            return False
+            return None
         if len(live) < rules.quorum:
             self._quorum_since = None
-            return False
+            return None
         trainers = [report for report in live.values() if report.leased or report.tokens]
         ready = [report for report in trainers if report.ready]
-        if trainers and len(ready) < max(1, min(rules.quorum, len(trainers))):
+        needed = max(1, min(rules.quorum, len(trainers)))
+        if trainers and len(ready) < needed:
             self._quorum_since = None
-            return False
+            wait = sorted(0.0 if report.ready else report.eta or 1e9 for report in trainers)[needed - 1]
+            without = len(live) > len(trainers) and wait > self._silence / 2
+            # It costs next to nothing, but whoever says that it has no samples must not cause one after another.
+            return Due.LEASES if without and now - self._base_since > self._silence / 2 else None
         if self._quorum_since is None:
             self._quorum_since = now
         if not trainers:
-            # Nobody has samples yet: a commit of leases alone. Give those who are just starting a moment.
-            return now - self._quorum_since > self._silence / 5
+            # Nobody has samples yet. Give those who are just starting a moment.
+            return Due.ROUND if now - self._quorum_since > self._silence / 5 else None
         left = self._quorum_since + self._grace() - now
         late = [report for report in trainers if not report.ready and (report.eta or left) <= left]
-        return left <= 0 or not late
+        return Due.ROUND if left <= 0 or not late else None
 
     # --- receiving -----------------------------------------------------------------------------------------------
 
@@ -755,24 +771,28 @@ class Peer:
 
     # --- calling and entering ------------------------------------------------------------------------------------
 
-    async def _enter(self) -> tuple[Member, Snapshot]:
-        """Freeze, and say what this peer brings. Raises ResourceError when the island is gone."""
+    async def _enter(self, call: Call) -> tuple[Member, Snapshot]:
+        """Say what this peer brings, frozen; or, into a call for leases alone, without stopping for it.
+
+        Raises ResourceError when the island is gone.
+        """
         assert self.island is not None
-        snapshot = await self.island.freeze()
-        rules = self.manifest.round
-        weight = min(snapshot.tokens, rules.weight_cap)
+        rules, weight = self.manifest.round, 0
+        if call.leases:
+            progress = self.island.progress()
+            snapshot = Snapshot(progress.steps, progress.tokens, progress.units, progress.leased)
+        else:
+            snapshot = await self._freeze()
+            weight = min(snapshot.tokens, rules.weight_cap)
         if weight and not await self.transport.offload(self.replica.sendable, self.island.local):
-            self._events(
-                "warning", message="the local parameters are not finite, or huge; they are dropped, with their tokens"
-            )
-            self.island.local[:] = self.replica.params
-            if self.replica.residual is not None:
-                self.replica.residual.fill(0)
-            await self.island.resume(reload=True, spent=1.0, outer_step=self.head.outer_step)
-            snapshot = await self.island.freeze()
-            weight = 0
+            reason = "the local parameters are not finite, or huge; they are dropped, with their tokens"
+            self._events("warning", message=reason)
+            await self._reload_island()
+            snapshot, weight = await self._freeze(), 0
         target = rules.first_lease if not snapshot.units and not snapshot.leased else 2 * snapshot.units
         target = min(max(target, rules.first_lease // 2), rules.max_lease)
+        if call.leases and snapshot.leased:
+            target = 0  # whoever has samples waits for the next round with its wishes
         member = Member(
             peer=self.transport.peer_id, nonce=self._nonce, weight=weight, steps=snapshot.steps,
             want=max(target - snapshot.leased, 0), upload=self._upload, download=self._download,
@@ -780,28 +800,48 @@ class Peer:
         )  # fmt: skip
         return member, snapshot
 
-    async def _thaw(self) -> None:
+    async def _freeze(self) -> Snapshot:
         assert self.island is not None
-        await self.island.resume(reload=False, spent=0.0, outer_step=self.head.outer_step)
+        self._frozen = True
+        return await self.island.freeze()
+
+    async def _reload_island(self) -> None:
+        """The local parameters become the global ones; what had not been handed over is gone."""
+        assert self.island is not None
+        self.island.local[:] = self.replica.params
+        if self.replica.residual is not None:
+            self.replica.residual.fill(0)
+        self._frozen = False
+        await self.island.resume(reload=True, spent=1.0, outer_step=self.head.outer_step)
+
+    async def _thaw(self) -> None:
+        """Go on training as before, if a freeze stopped it."""
+        assert self.island is not None
+        if self._frozen:
+            self._frozen = False
+            await self.island.resume(reload=False, spent=0.0, outer_step=self.head.outer_step)
 
     def _seen(self) -> list[Ballot]:
         return [ballot for limbo in self._limbo for ballot in limbo.round.ballots()][:8]
 
-    async def _coordinate(self) -> None:
+    async def _coordinate(self, due: Due) -> None:
         """Call, collect, seal, and take part."""
         rules, now = self.manifest.round, self.transport.now()
         live = self._live()
         live.pop(self.transport.peer_id, None)
-        chosen = sorted(live, key=lambda peer: -live[peer].tokens)[: rules.max_group - 1]
+        chosen = sorted(live, key=lambda peer: -live[peer].tokens)
+        if due is Due.LEASES:
+            chosen.sort(key=lambda peer: live[peer].leased > 0)
+        chosen = chosen[: rules.max_group - 1]
         spare = [p for p in self.directory.candidates() if p not in live and not self.messenger.failing(p)]
         calling = Calling(self.transport.random.randbytes(16), self._last_round + 1, self.head, set(chosen))
         self._calling, self._engaged = calling, self.transport.peer_id
-        call = Call(calling.nonce, calling.round, 0, self.head)
+        call = Call(calling.nonce, calling.round, 0, self.head, due is Due.LEASES)
         called = [*chosen, *spare[: rules.max_group - 1 - len(chosen)]]
         self.messenger.post_all(called, call)
         own: tuple[Member, Snapshot] | None = None
         try:
-            own = await self._enter()
+            own = await self._enter(call)
             # A step may take longer than T on a large island, and a peer answers a call after its step.
             slowest = max((report.step_time for report in live.values()), default=0.0)
             window = now + min(self._silence + 2 * slowest, 2 * self._silence)
@@ -858,7 +898,7 @@ class Peer:
         self._sealed = asyncio.get_running_loop().create_future()
         entered: tuple[Member, Snapshot] | None = None
         try:
-            entered = await self._enter()
+            entered = await self._enter(call)
             self.messenger.post(coordinator, Enter(call.call, entered[0], self._seen()))
             sealed = await self._await_seal(coordinator)
             if sealed is not None:
@@ -894,7 +934,8 @@ class Peer:
 
     def _obsolete(self) -> bool:
         # Only what was verified counts here: anybody can claim a head, and must not stop a round with it.
-        return bool(self._commits)
+        group = self._round is not None and len(self._round.peers) > 1
+        return any(len(commit.body.seal.members) > 1 or not group for _, commit in self._commits)
 
     async def _run_round(self, sealed: Sealed, snapshot: Snapshot) -> None:
         """From the seal to the commit, or back to training."""
@@ -1013,8 +1054,9 @@ class Peer:
             return
         digest = await self.replica.digest(self.transport)
         if digest != body.state:
-            await self._recover(f"round {body.round} attests another state before it than this peer has")
-            if await self.replica.digest(self.transport) == digest:
+            if await self._recover(body.state):
+                self._commits.appendleft((commit_id, commit))
+            else:
                 # What every byte on disk says again is so; then the commit is what is wrong.
                 await self._spurn(commit_id, body, "it attests a state that is not its parent's")
             return
@@ -1043,7 +1085,9 @@ class Peer:
             if me is not None:
                 self.contributed += int(body.seal.members[me].weight * share)
                 island.lease([lease.span for lease in body.leases if lease.member == me])
-            await island.resume(reload=bool(chunks), spent=spent, outer_step=body.outer_step)
+            if self._frozen:
+                self._frozen = False
+                await island.resume(reload=bool(chunks), spent=spent, outer_step=body.outer_step)
         self._log_commit(commit_id, commit, names, seconds)
         self._new_head()
         if self.head.height % self.manifest.state.checkpoint_every == 0 or self.finished:
@@ -1110,7 +1154,7 @@ class Peer:
         averaged = me is not None and any(me in members_in(entry.contributors, count) for entry in body.chunks)
         if self.island is not None:
             try:
-                await self.island.freeze()
+                await self._freeze()
             except ResourceError as error:
                 self._events("warning", message=f"the island did not freeze: {error}")
         lost = averaged and frozen is None
@@ -1188,7 +1232,7 @@ class Peer:
         progress = self.island.progress() if self.island is not None else Progress()
         if self.island is not None:
             try:
-                await self.island.freeze()
+                await self._freeze()
             except ResourceError as error:
                 self._events("warning", message=f"the island did not freeze: {error}")
         left = self.head
@@ -1203,16 +1247,32 @@ class Peer:
         )  # fmt: skip
         if self.island is not None:
             self.island.revoke()
-            self.island.local[:] = self.replica.params
-            await self.island.resume(reload=True, spent=1.0, outer_step=self.head.outer_step)
+            await self._reload_island()
         self._new_head()
 
-    async def _recover(self, reason: str) -> None:
-        """This peer's state is not what the swarm attests: take it from disk again, where every byte is checked."""
-        self._events("warning", message=f"{reason}; it reloads from its last checkpoint")
-        before, head = await self.replica.digest(self.transport), self.head
-        await self._go_over(head)
-        if self.head == head and await self.replica.digest(self.transport) != before:
-            self._recoveries += 1
-            if self._recoveries > 3:
-                raise StateError(f"{reason}; its memory is not to be trusted: check the machine, then start anew")
+    async def _recover(self, attested: bytes) -> bool:
+        """This peer's state is not what the swarm attests: compute it from disk again, where every byte is checked.
+
+        True when the disk has the attested state, which is taken over; the memory was wrong then. Else nothing changes.
+        """
+        loaded = await self.transport.offload(self.store.load, self.head.id)
+        if loaded is None:
+            return False
+        state = loaded.state if loaded.state is not None else await self.transport.offload(self._fresh)
+        mine = self.replica
+        scratch = Replica(self.manifest, self.layout, self.codec, state, loaded.position)
+        self.replica = scratch
+        try:
+            await self._replay(loaded.replay)
+        finally:
+            self.replica = mine
+        if scratch.position != mine.position or await scratch.digest(self.transport) != attested:
+            return False
+        self._recoveries += 1
+        if self._recoveries > 3:
+            raise StateError("the state in memory was wrong again; check this machine's memory, then start anew")
+        self._events("warning", message="the state in memory was wrong; it was taken from disk again")
+        self.replica.adopt(state, scratch.position)
+        if self.island is not None:
+            await self._reload_island()
+        return True

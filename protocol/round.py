@@ -15,6 +15,7 @@ from .candidates import rank
 from .commits import check_body, check_child, check_vote, majority, make_body
 from .control import Ballot, Committed, Control, Ping, Reassign, Voided
 from .deadline import slowest_link, transfer_seconds
+from .digest import BytesLike
 from .errors import PeerMisbehaved, RoundVoid, TransportError
 from .identity import Signer
 from .layout import ChunkLayout
@@ -180,7 +181,7 @@ class Round:
 
     # --- reduce --------------------------------------------------------------------------------------------------
 
-    def _own(self) -> Callable[[int], bytes] | None:
+    def _own(self) -> Callable[[int], BytesLike] | None:
         theta, replica = self.theta, self.around.replica
         if theta is None:
             return None
@@ -508,12 +509,9 @@ class Round:
             check_child(body, around.replica.position, around.manifest, around.layout)
             if body.state != await around.replica.digest(around.transport):
                 raise PeerMisbehaved("a body that attests another state than this peer's", self.seal.coordinator)
-            for index, entry in enumerate(body.chunks):
-                held = self.chunks[index]
-                if self._generation == 0 and held is not None and held != entry.hash:
-                    # No reducer was replaced, so there is one average of each chunk, and this is not it.
-                    raise PeerMisbehaved(f"chunk {index} is not what its reducer sent", self.seal.coordinator)
+            self._compare(body)
             await self._gather(body, proposal)
+            self._compare(body)
         except PeerMisbehaved as error:
             around.events("refused", peer=error.peer or self.seal.coordinator, reason=str(error), round=self.seal.round)
             return
@@ -526,6 +524,13 @@ class Round:
         around.messenger.post_all(self.peers, Ballot(self.roster_id, body, [Vote(self.me, signature)]))
         proposal.votes[self.me] = signature
         self._count(proposal)
+
+    def _compare(self, body: Body) -> None:
+        """While no reducer has been replaced there is one average of each chunk: refuse a body with another."""
+        for index, entry in enumerate(body.chunks):
+            held = self.chunks[index]
+            if self._generation == 0 and held is not None and held != entry.hash:
+                raise PeerMisbehaved(f"chunk {index} is not what its reducer sent", self.seal.coordinator)
 
     async def _gather(self, body: Body, proposal: Proposal | None) -> None:
         """Hold every chunk of a body, fetching what is lacking from members, those who signed it first.

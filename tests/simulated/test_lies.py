@@ -1,0 +1,157 @@
+"""One admitted peer of four tells lies; the other three go on, agree, and end the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from atoll.protocol.averaged import hash_chunk
+from atoll.protocol.commits import bitmap, make_body
+from atoll.protocol.control import Ballot, Call, Committed, Heard, Reassign, Release, Report, Voided
+from atoll.protocol.deadline import deadline_seconds
+from atoll.protocol.messages import ChunkEntry, Commit, Head, Member, Part, Seal, Vote, hash_of, vote_bytes
+from atoll.protocol.peer import Peer
+from atoll.protocol.transport import PeerId
+
+from .swarm import Swarm, manifest
+
+HONEST = ["p0", "p1", "p2"]
+OTHERS = [PeerId(f"sim-{name}") for name in HONEST]
+Lie = Callable[[Swarm, Peer], Any]
+
+
+async def lie_about_rounds(swarm: Swarm, peer: Peer) -> None:
+    for _ in range(40):
+        peer.messenger.post_all(OTHERS, Report(peer.head, 0, 0, 0, False, 0.0, 0.0, 2**63 - 1))
+        peer.messenger.post_all(OTHERS, Heard(peer.head, 2**63 - 1))
+        await asyncio.sleep(0.1)
+
+
+async def claim_a_better_head(swarm: Swarm, peer: Peer) -> None:
+    claimed = Head(b"\1" * 32, 99, 2**62, 99, 99)
+    for _ in range(100):
+        peer.messenger.post_all(OTHERS, Report(claimed, 0, 0, 0, False, 0.0, 0.0, 0))
+        await asyncio.sleep(0.2)
+
+
+async def be_slow_beyond_reason(swarm: Swarm, peer: Peer) -> None:
+    peer._called = lambda *_: None  # type: ignore[method-assign]
+    for step_time in (float("inf"), 3600.0):
+        for _ in range(20):
+            peer.messenger.post_all(OTHERS, Report(peer.head, 0, 0, 100, False, 0.0, step_time, 0))
+            await asyncio.sleep(0.2)
+
+
+async def enter_with(swarm: Swarm, peer: Peer, **fields: Any) -> None:
+    enter = peer._enter
+
+    async def lying(call: Call) -> Any:
+        member, snapshot = await enter(call)
+        return msgspec.structs.replace(member, **fields), snapshot
+
+    peer._enter = lying  # type: ignore[method-assign]
+
+
+async def enter_with_endless_bandwidth(swarm: Swarm, peer: Peer) -> None:
+    await enter_with(swarm, peer, upload=float("inf"), download=float("inf"))
+
+
+async def enter_with_no_bandwidth(swarm: Swarm, peer: Peer) -> None:
+    await enter_with(swarm, peer, upload=5e-324, download=1e-9)
+
+
+async def enter_with_a_hundred_times_the_weight(swarm: Swarm, peer: Peer) -> None:
+    await enter_with(swarm, peer, weight=1_000_000)
+
+
+async def want_all_samples(swarm: Swarm, peer: Peer) -> None:
+    await enter_with(swarm, peer, want=2**62)
+
+
+def own_commit(peer: Peer, number: int, *, state: bytes | None = None, junk: bytes | None = None) -> Commit:
+    """A commit of this peer alone on its head: valid in itself, false in what it says."""
+    position, me = peer.replica.position, peer.transport.peer_id
+    member = Member(me, bytes(16), 100 if junk is not None else 0, 1, number, 0.0, 0.0, True)
+    count = peer.layout.count
+    rules = peer.manifest
+    deadline = deadline_seconds([member], peer.layout, rules.codec.name, rules.round.silence)
+    parts = [Part(0, 0, count)] if junk is not None else []
+    seal = Seal(rules.run_id, position.head.round + 1, 0, position.head, me, bytes(16), [member], parts, deadline)
+    chunks = [ChunkEntry(hash_chunk(junk), bitmap([0], 1))] * count if junk is not None else []
+    body = make_body(seal, hash_of(seal), position, state or bytes(32), chunks, rules, peer.layout)
+    return Commit(body, [Vote(0, peer.signer.sign(vote_bytes(hash_of(body))))])
+
+
+async def commit_garbage(swarm: Swarm, peer: Peer) -> None:
+    junk = b"no averaged chunk"
+    recent = peer._recent
+    peer.donor._recent = lambda digest: junk if digest == hash_chunk(junk) else recent(digest)
+    digest = await peer.replica.digest(peer.transport)
+    peer.messenger.post_all(OTHERS, Committed(own_commit(peer, 1, state=digest, junk=junk)))
+
+
+async def commit_false_states(swarm: Swarm, peer: Peer) -> None:
+    for number in range(8):
+        peer.messenger.post_all(OTHERS, Committed(own_commit(peer, number + 1)))
+        await asyncio.sleep(1.0)
+
+
+async def meddle_with_rounds(swarm: Swarm, peer: Peer) -> None:
+    """Reassign everything, propose a wrong bitmap, release and void others, whenever a round is sealed."""
+
+    def hook(name: str, event: str, fields: dict[str, Any]) -> None:
+        if name != "p3" or event != "seal":
+            return
+        roster, count = bytes.fromhex(fields["roster"]), peer.layout.count
+        every = [Part(0, index, 1) for index in range(count)]
+        peer.messenger.post_all(OTHERS, Reassign(roster, 2**63 - 1, every))
+        peer.messenger.post_all(OTHERS, Reassign(roster, 1, [*every, *every]))
+        peer.messenger.post_all(OTHERS, Voided(b"\7" * 32, "nonsense"))
+        peer.messenger.post_all(OTHERS, Release(bytes(16)))
+        current = peer._round
+        for limbo in current.proposals.values() if current is not None else []:
+            chunks = [ChunkEntry(entry.hash, bytes(1)) for entry in limbo.body.chunks]
+            forged = msgspec.structs.replace(limbo.body, chunks=chunks)
+            peer.messenger.post_all(OTHERS, Ballot(roster, forged, []))
+
+    swarm.hooks.append(hook)
+
+
+LIES = [
+    lie_about_rounds,
+    claim_a_better_head,
+    be_slow_beyond_reason,
+    enter_with_endless_bandwidth,
+    enter_with_no_bandwidth,
+    enter_with_a_hundred_times_the_weight,
+    want_all_samples,
+    commit_garbage,
+    commit_false_states,
+    meddle_with_rounds,
+]
+
+
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
+def test_the_others_go_on(lie: Lie) -> None:
+    """With quorum 1 the liar's commits of its own are valid in themselves, so that the deeper checks are reached."""
+    swarm = Swarm(manifest(budget={"rounds": 12}, round={"quorum": 1}), seed=1)
+    for name in [*HONEST, "p3"]:
+        swarm.add(name)
+    swarm.ignored.add("p3")
+
+    async def main() -> None:
+        while len(swarm.commits) < 4:
+            await asyncio.sleep(0.1)
+        await lie(swarm, swarm.life("p3").peer)
+        while not all(swarm.life(name).done for name in HONEST) and swarm.network.loop.time() < 240:
+            await asyncio.sleep(0.5)
+
+    swarm.network.run(main())
+    assert [swarm.life(name).error for name in HONEST] == [None] * 3
+    assert all(swarm.life(name).done for name in HONEST), {n: swarm.life(n).peer.head for n in HONEST}
+    assert len({swarm.life(name).peer.head for name in HONEST}) == 1
+    assert swarm.violations == []
