@@ -215,6 +215,8 @@ class Peer:
         """Who failed to reduce its part in a roster of this base."""
         self._frozen = True
         """Whether the island has been frozen and not resumed since; it begins so."""
+        self._rests_until = float("-inf")
+        """A call that came to nothing is not repeated at once: neither the others nor the log must drown in calls."""
         self._recoveries = 0
         self._owed = GENESIS
         """The best head that this peer ever had; below it, it takes part in nothing."""
@@ -398,11 +400,12 @@ class Peer:
                 if self._linger < float("inf") and (self._everyone_knows() or now - finished_at > self._linger):
                     return
             elif self.island is not None and not better(self._owed, self.head):
+                rested = self.transport.now() >= self._rests_until
                 if self._invitation is not None:
                     invitation, self._invitation = self._invitation, None
                     await self._take_part(invitation)
                     continue
-                if self._someone_ready and self._leads() and (due := self._due()) is not None:
+                if rested and self._someone_ready and self._leads() and (due := self._due()) is not None:
                     await self._coordinate(due)
                     continue
             try:
@@ -800,6 +803,13 @@ class Peer:
         )  # fmt: skip
         return member, snapshot
 
+    def _no_island(self, error: ResourceError) -> None:
+        """The island is gone or hangs: let others lead while it comes back."""
+        self._events("warning", message=f"the island did not freeze: {error}")
+        me = self.transport.peer_id
+        self._voids[me] = self._voids.get(me, 0) + 1
+        self._rests_until = self.transport.now() + self._silence
+
     async def _freeze(self) -> Snapshot:
         assert self.island is not None
         self._frozen = True
@@ -840,6 +850,8 @@ class Peer:
         called = [*chosen, *spare[: rules.max_group - 1 - len(chosen)]]
         self.messenger.post_all(called, call)
         own: tuple[Member, Snapshot] | None = None
+        # A random part breaks ties between two that give way to each other.
+        self._rests_until = now + self._silence * (0.1 + 0.1 * self.transport.random.random())
         try:
             own = await self._enter(call)
             # A step may take longer than T on a large island, and a peer answers a call after its step.
@@ -880,7 +892,7 @@ class Peer:
             own = None
             await self._run_round(sealed, snapshot)
         except ResourceError as error:
-            self._events("warning", message=f"the island did not freeze: {error}")
+            self._no_island(error)
         finally:
             self._calling = None
             self.messenger.post_all(calling.entered, Release(calling.nonce))
@@ -909,7 +921,7 @@ class Peer:
                     snapshot, entered = entered[1], None
                     await self._run_round(sealed, snapshot)
         except ResourceError as error:
-            self._events("warning", message=f"the island did not freeze: {error}")
+            self._no_island(error)
             self.messenger.post(coordinator, Refuse(call.call, self.head))
         finally:
             self._sealed, self._awaited = None, None

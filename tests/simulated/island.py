@@ -37,6 +37,7 @@ class SimulatedIsland(Island):
         self.closed = False
         self.fail_next = False
         """The next freeze fails, as when a trainer child has died."""
+        self.fail_always = False
         self._spans: deque[Span] = deque()
         self._steps = 0
         self._since = 0.0
@@ -90,7 +91,7 @@ class SimulatedIsland(Island):
 
     async def freeze(self) -> Snapshot:
         self._advance()
-        if self.fail_next:
+        if self.fail_next or self.fail_always:
             self.fail_next, self.frozen = False, True
             raise ResourceError("the trainer died")
         self.frozen = True

@@ -276,3 +276,24 @@ def test_one_seed_gives_one_trace_whatever_the_hash_seed() -> None:
         traces.append(done.stdout)
     assert traces[0] == traces[1]
     assert len(traces[0].split()[0]) == hashlib.sha256().digest_size * 2
+
+
+def test_a_trainer_that_does_not_come_back_leaves_the_others_and_the_log_in_peace() -> None:
+    """Seen with real processes: a coordinator whose trainer was being restarted called 70,000 times in ten seconds."""
+    swarm = build(3, budget={"rounds": 8})
+
+    async def main() -> None:
+        while len(swarm.commits) < 3:
+            await asyncio.sleep(0.1)
+        island = swarm.life("p0").island
+        assert island is not None
+        island.fail_always = True
+        await asyncio.sleep(20)
+        island.fail_always = False
+        while not all(swarm.life(f"p{i}").done for i in range(3)) and swarm.network.loop.time() < 200:
+            await asyncio.sleep(0.5)
+
+    swarm.network.run(main())
+    assert all(swarm.life(f"p{i}").done for i in range(3))
+    assert swarm.violations == []
+    assert len(swarm.named("warning")) < 30
