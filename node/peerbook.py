@@ -13,6 +13,7 @@ from pathlib import Path
 
 from atoll.protocol.address import Multiaddr
 from atoll.protocol.errors import AddressError
+from atoll.protocol.transport import PeerId
 
 FILE = "peers"
 KEPT = 8
@@ -52,7 +53,7 @@ class PeerBook:
         for peer, addresses in kept.items():
             for address in addresses[:4]:
                 with contextlib.suppress(AddressError):
-                    lines.append(f"{Multiaddr.parse(address).at(peer)}\n")
+                    lines.append(f"{Multiaddr.parse(address).at(PeerId(peer))}\n")
         temporary = self._path.with_name(f".{FILE}.{os.getpid()}.tmp")
         with contextlib.suppress(OSError):
             try:

@@ -341,19 +341,17 @@ def others(swarm: Swarm, process: Process) -> set[Path]:
     return {path for path in swarm.here.temporary.iterdir() if str(path) not in own}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_leaving_while_training(swarm: Swarm, number: int) -> None:
+def test_sigint_while_training(swarm: Swarm) -> None:
     a, victim = swarm.nodes["a"], node(swarm, "d")
     before, since = others(swarm, victim), time.time()
     victim.next("state", state="training")
-    leaves(swarm, victim, number, before)
+    leaves(swarm, victim, signal.SIGINT, before)
     assert victim.all("exit", code=130)
     next_commit(a, since, without=victim.peer)
     agree(swarm)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_leaving_while_averaging(swarm: Swarm, number: int) -> None:
+def test_sigterm_while_averaging(swarm: Swarm) -> None:
     a, victim = swarm.nodes["a"], node(swarm, "d")
     before = others(swarm, victim)
     pids, held = [victim.pid, *victim.below()], victim.note_sockets()
@@ -368,7 +366,7 @@ def test_leaving_while_averaging(swarm: Swarm, number: int) -> None:
     else:
         pytest.fail("could not stop it within a round")
     since, began = time.time(), time.monotonic()
-    victim.signal(number)
+    victim.signal(signal.SIGTERM)
     victim.signal(signal.SIGCONT)
     left(swarm, victim, began, pids, held, before)
     next_commit(a, since, without=victim.peer)
@@ -391,8 +389,12 @@ def test_leaving_twice_is_leaving(swarm: Swarm) -> None:
     left(swarm, victim, began, pids, held, before)
 
 
-@pytest.mark.parametrize("when", ["starting", "looking for the run"])
-def test_leaving_while_joining(swarm: Swarm, when: str) -> None:
+@pytest.mark.parametrize(
+    ("when", "number"),
+    [("starting", signal.SIGINT), ("looking for the run", signal.SIGTERM)],
+    ids=["starting", "looking"],
+)
+def test_leaving_while_joining(swarm: Swarm, when: str, number: int) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # bound and not listening: whoever dials is refused
         before = set(swarm.here.temporary.iterdir())
@@ -412,7 +414,7 @@ def test_leaving_while_joining(swarm: Swarm, when: str) -> None:
             process.wait("its trainer", lambda: any("atoll.node.worker" in c for c in process.below().values()))
         else:
             process.wait("its p2pd", lambda: any("p2pd" in c.split()[0] for c in process.below().values()))
-        leaves(swarm, process, signal.SIGINT, before)
+        leaves(swarm, process, number, before)
 
 
 # ---------------------------------------------------------------------- the swarm command
