@@ -157,7 +157,7 @@ def test_four_rounds(tmp_path: Path) -> None:
         names = {process.peer: process.name for process in nodes}
         for process in nodes:
             commits = process.all("commit")
-            assert sum(bool(event["tokens"]) for event in commits) == 4
+            assert {event["outer_step"] for event in commits} >= {1, 2, 3, 4}
             for event in commits:
                 assert set(event["contributors"]) == set(event["members"]) <= set(names)
                 assert all(0 <= share <= 1 for share in event["contributors"].values())
