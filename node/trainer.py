@@ -110,7 +110,11 @@ class TrainerProcess(Island):
         self._frozen: asyncio.Future[None] | None = None
         self._failure: AtollError | None = None
         """Why there is no child now; ``None`` while there is one."""
+        self._ended_here: AtollError | None = None
+        """Why this side has killed the present child; ``None`` while it has not."""
         self._closing = False
+        self._end: asyncio.Future[AtollError] = asyncio.get_running_loop().create_future()
+        """Why no child will be started any more."""
         self._supervision: asyncio.Task[None] | None = None
 
     @classmethod
@@ -166,6 +170,14 @@ class TrainerProcess(Island):
         """Why the island cannot train at the moment (or, after too many restarts, ever); ``None`` while it can."""
         return self._failure
 
+    async def watch(self) -> None:
+        """Returns never; raises once no child will be started any more, with the reason.
+
+        :class:`ResourceError` after too many restarts in a row; what the child found, if starting it again cannot help
+        (:class:`DataError` when the text is gone).
+        """
+        raise await asyncio.shield(self._end)
+
     def progress(self) -> Progress:
         counters = self._memory.read()
         rate = self._batch * self._setup.model["context"] / counters.step_time if counters.step_time else 0.0
@@ -203,7 +215,7 @@ class TrainerProcess(Island):
     async def freeze(self) -> Snapshot:
         self._training = False
         if self._failure is not None:
-            raise self._failure
+            raise _gone(self._failure)
         counters = self._memory.read()
         step = counters.step_time
         running = time.monotonic() - counters.begun if counters.begun else 0.0
@@ -218,7 +230,7 @@ class TrainerProcess(Island):
                 f"the trainer did not answer a freeze within {limit:.0f} s (a step takes {step:.2f} s); "
                 "it was ended and is being started again"
             )
-            self._failure = error
+            self._failure = self._ended_here = error
             self._kill()
             raise error from None
         finally:
@@ -283,7 +295,11 @@ class TrainerProcess(Island):
         in_a_row = 0
         while True:
             began = time.monotonic()
-            failure, memory = await self._one_life()
+            try:
+                failure, memory = await self._one_life()
+            except OSError as error:
+                failure, memory = ResourceError(f"the trainer cannot be started: {error.strerror or error}"), False
+                self._failure = failure
             self._memory.repair()
             if self._closing:
                 return
@@ -294,7 +310,9 @@ class TrainerProcess(Island):
             in_a_row = 1 if time.monotonic() - began > HEALTHY else in_a_row + 1
             self._log("warning", {"message": str(failure)})
             if in_a_row > MAX_RESTARTS or not isinstance(failure, ResourceError):
-                self._give_up(ResourceError(f"the trainer was started {in_a_row} times and failed again: {failure}"))
+                kind = ResourceError if isinstance(failure, ResourceError) else type(failure)
+                again = f"was started {in_a_row} times in a row and failed again" if in_a_row > 1 else "failed"
+                self._give_up(kind(f"the trainer {again}: {failure}"))
                 return
             if memory:
                 current = self._memory.read().micro_batch or self._setup.micro_batch or self._batch
@@ -305,6 +323,7 @@ class TrainerProcess(Island):
 
     async def _one_life(self) -> tuple[AtollError, bool]:
         """Run one child to its end; why it ended, and whether memory was the reason."""
+        self._ended_here = None
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         setup = self._setup
@@ -357,13 +376,14 @@ class TrainerProcess(Island):
             await asyncio.shield(asyncio.gather(process.wait(), last_words))
             self._process = None
         failure = _reason(reported, process.returncode, last_words.result())
-        if self._failure is None:
-            self._failure = failure
+        if self._ended_here is not None:
+            failure = self._ended_here
+        self._failure = failure
         if self._frozen is not None and not self._frozen.done():
-            self._frozen.set_exception(failure)
+            self._frozen.set_exception(_gone(failure))
         # the kernel's killer, that is, when it was not this side
-        killed = process.returncode == -signal.SIGKILL and self._failure is failure
-        return self._failure, reported.memory if reported is not None else killed
+        killed = process.returncode == -signal.SIGKILL and self._ended_here is None
+        return failure, reported.memory if reported is not None else killed
 
     def _begin(self, ready: Ready, writer: asyncio.StreamWriter) -> None:
         """The child is ready: tell it the state, and let it train if it should."""
@@ -416,8 +436,9 @@ class TrainerProcess(Island):
             self._ready.set_exception(failure)
             # start() may have been cancelled, and then nobody asks
             self._ready.exception()
-        else:
-            self._log("warning", {"message": str(failure)})
+        elif not self._end.done():
+            self._log("warning", {"message": f"giving up: {failure}"})
+            self._end.set_result(failure)
 
 
 SMALL = 2_000_000
@@ -431,6 +452,11 @@ async def _tail(stream: asyncio.StreamReader | None) -> str:
     while data := await stream.read(1 << 16):
         kept = (kept + data)[-STDERR_TAIL:]
     return kept.decode("utf-8", "replace").strip()
+
+
+def _gone(failure: AtollError) -> ResourceError:
+    """The failure as what :meth:`Island.freeze` may raise: whatever it was, there is no trainer now."""
+    return failure if isinstance(failure, ResourceError) else ResourceError(f"there is no trainer: {failure}")
 
 
 def _reason(reported: Failed | None, code: int | None, words: str) -> AtollError:

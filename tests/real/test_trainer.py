@@ -202,9 +202,28 @@ def test_it_gives_up_after_too_many_deaths(monkeypatch: pytest.MonkeyPatch) -> N
         await until(lambda: island.failed is not None and "failed again" in str(island.failed))
         with pytest.raises(ResourceError, match="failed again"):
             await island.freeze()
+        with pytest.raises(ResourceError, match="failed again"):
+            await asyncio.wait_for(island.watch(), 5)
         await island.resume(reload=True, spent=1, outer_step=0)
 
     run(body, device="cpu")
+
+
+def test_data_that_are_gone_end_it_at_once_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RESTART_DELAY", 0.0)
+    text = tmp_path / "text.txt"
+    text.write_text("all work and no play makes a dull text\n" * 500)
+
+    async def body(island: TrainerProcess, events: Events) -> None:
+        text.unlink()
+        os.kill(island.pid or 0, signal.SIGKILL)
+        with pytest.raises(DataError, match="failed again"):
+            await asyncio.wait_for(island.watch(), 60)
+        with pytest.raises(ResourceError, match="there is no trainer"):
+            await island.freeze()
+        assert island.restarts == 1
+
+    run(body, device="cpu", data=DataConfig(source="text", path=str(text)))
 
 
 def test_what_cannot_start_says_why(tmp_path: Path) -> None:
