@@ -98,7 +98,7 @@ def bootstrap(
         address_file=address_file,
         as_json=json,
     )
-    return run_to_end(run_bootstrap(options))
+    return run_to_end(run_bootstrap(options), service=True)
 
 
 def register(app: typer.Typer) -> None:

@@ -9,21 +9,24 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import atoll
 from atoll.protocol.address import Multiaddr, RunAddress
+from atoll.protocol.disk import replace_file
 from atoll.protocol.errors import ResourceError, SignatureError, TransportError
 from atoll.protocol.eventlog import EVENT_FILE, EventLog
 from atoll.protocol.identity import Ed25519Signer, load_or_create_identity
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.messages import GENESIS
+from atoll.protocol.ports import reserve
 from atoll.protocol.records import Record, RecordGate, bucket_of, dht_key, seal_record
+from atoll.protocol.shutdown import ending, on_signals
 from atoll.protocol.statefolder import StateFolder, default_state, folder_error
 
 if TYPE_CHECKING:
@@ -35,7 +38,9 @@ PORT_FILE = "port"
 PUBLISH_EVERY = 20.0
 EXPIRES_IN = 60.0
 PROGRESS_EVERY = 5.0
-INTERRUPTED = 130
+PORT_PATIENCE = 20.0
+"""Seconds to wait for the port of the last start: what was killed there may hold it for a moment longer."""
+PORT_RETRY = 0.5
 
 
 @dataclass(frozen=True)
@@ -88,9 +93,9 @@ async def run_bootstrap(options: BootstrapOptions) -> int:
         signer = load_or_create_identity(run.folder / IDENTITY_FILE)
         log = EventLog(run.folder / EVENT_FILE, signer.peer_id)
         stack.callback(log.close)
-        signals = stack.enter_context(_on_signals(stop))
-        transport = await _open_transport(options, signer)
+        transport = await _open_transport(options, signer, log)
         stack.push_async_callback(transport.close)
+        stack.enter_context(on_signals(stop.set))
         from atoll.protocol.transfer import serve_manifest
 
         await serve_manifest(transport, run.toml)
@@ -107,6 +112,8 @@ async def run_bootstrap(options: BootstrapOptions) -> int:
         )
         log.write("state", state="serving")
         _tell(options, address, signer)
+        if _only_here(transport.addresses()) and not _only_here(list(options.listen)):
+            _warn(log, "nobody but this machine can reach this address; say how others do with --announce")
         tasks = [
             asyncio.create_task(_publish(run, signer, transport, log)),
             asyncio.create_task(_progress(transport, log)),
@@ -121,37 +128,60 @@ async def run_bootstrap(options: BootstrapOptions) -> int:
         for result in ended:
             if isinstance(result, Exception):
                 raise result
-        code = 0 if signals == [signal.SIGTERM] else INTERRUPTED
-        log.write("exit", code=code, reason="asked to end")
-        return code
+        log.write("exit", code=ending().code, reason=ending().reason)
+        return ending().code
 
 
-async def _open_transport(options: BootstrapOptions, signer: Ed25519Signer) -> HivemindTransport:
+async def _open_transport(options: BootstrapOptions, signer: Ed25519Signer, log: EventLog) -> HivemindTransport:
     from atoll.protocol.hivemind_transport import HivemindTransport
 
     run = options.run
     gate = RecordGate(run.manifest.run_id, signer, admits=lambda peer: _admits(run.manifest, signer, peer))
 
-    async def create(listen: tuple[str, ...]) -> HivemindTransport:
-        return await HivemindTransport.create(
-            identity_path=run.folder / IDENTITY_FILE,
-            run_id=run.manifest.run_id,
-            listen=list(listen),
-            announce=list(options.announce) or None,
-            seeds=list(options.peers),
-            validator=gate,
-        )
-
-    again = _same_port(run.folder, options.listen)
-    if again != options.listen:
-        try:
-            return await create(again)
-        except ResourceError:
-            # Somebody else has the port now; any other will do, as was asked for.
-            pass
-    transport = await create(options.listen)
-    _keep_port(run.folder, transport.addresses())
+    listen = _same_port(run.folder, options.listen)
+    if listen != options.listen:
+        await wait_for_port(listen[0], lambda text: _warn(log, text))
+    transport = await HivemindTransport.create(
+        identity_path=run.folder / IDENTITY_FILE,
+        run_id=run.manifest.run_id,
+        listen=list(listen),
+        announce=list(options.announce) or None,
+        seeds=list(options.peers),
+        validator=gate,
+    )
+    try:
+        _keep_port(run.folder, transport.addresses())
+    except OSError as error:
+        _warn(log, f"the port could not be noted ({error.strerror}): started again, this peer may have another address")
     return transport
+
+
+async def wait_for_port(address: str, warn: Callable[[str], None], patience: float = PORT_PATIENCE) -> None:
+    """Wait until the port of the published address is free. Another one would do for us, and for nobody else.
+
+    Raises :class:`ResourceError` when it is not free within ``patience`` seconds.
+    """
+    loop = asyncio.get_running_loop()
+    deadline, warned = loop.time() + patience, False
+    while True:
+        try:
+            reserve([address]).release()
+            return
+        except ResourceError as error:
+            if loop.time() >= deadline:
+                raise ResourceError(
+                    f"{error}. It is the port that this run's address was published with; end who has it, or choose "
+                    "another one with --listen and publish the new address"
+                ) from None
+            if not warned:
+                warned = True
+                warn(f"{error}; waiting for it, at most {patience:.0f} s")
+        await asyncio.sleep(PORT_RETRY)
+
+
+def _warn(log: EventLog, message: str) -> None:
+    log.write("warning", message=message)
+    print(f"atoll: warning: {message}", file=sys.stderr, flush=True)
 
 
 def _admits(manifest: Manifest, signer: Ed25519Signer, peer: str) -> bool:
@@ -172,7 +202,7 @@ def _same_port(folder: Path, listen: tuple[str, ...]) -> tuple[str, ...]:
 def _keep_port(folder: Path, addresses: list[str]) -> None:
     ports = {found.port for found in map(Multiaddr.parse, addresses) if found.transport == ("tcp",)}
     if len(ports) == 1:
-        (folder / PORT_FILE).write_text(f"{ports.pop()}\n")
+        replace_file(folder / PORT_FILE, f"{ports.pop()}\n".encode())
 
 
 def run_address(run: Run, signer: Ed25519Signer, own: list[str], options: BootstrapOptions) -> str:
@@ -188,6 +218,10 @@ def run_address(run: Run, signer: Ed25519Signer, own: list[str], options: Bootst
     return str(RunAddress(run.manifest.run_id, [*mine, *options.peers]))
 
 
+def _only_here(addresses: list[str]) -> bool:
+    return all(_loopback(Multiaddr.parse(text, listen=True)) for text in addresses)
+
+
 def _loopback(address: Multiaddr) -> bool:
     return address.name.startswith("127.") or address.name == "::1"
 
@@ -196,9 +230,7 @@ def _tell(options: BootstrapOptions, address: str, signer: Ed25519Signer) -> Non
     if options.address_file is not None:
         try:
             options.address_file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = options.address_file.with_name(f".{options.address_file.name}.{os.getpid()}.part")
-            temporary.write_text(address + "\n")
-            temporary.replace(options.address_file)
+            replace_file(options.address_file, f"{address}\n".encode())
         except OSError as error:
             fault = folder_error(options.address_file, error)
             raise type(fault)(str(fault).replace("--state", "--address-file")) from error
@@ -244,24 +276,3 @@ async def _progress(transport: HivemindTransport, log: EventLog) -> None:
             peers=len(transport.neighbours()),
         )
         await asyncio.sleep(PROGRESS_EVERY)
-
-
-@contextlib.contextmanager
-def _on_signals(stop: asyncio.Event) -> Iterator[list[int]]:
-    """Set ``stop`` at SIGINT or SIGTERM; the list holds the first signal that came."""
-    loop = asyncio.get_running_loop()
-    seen: list[int] = []
-
-    def heard(number: int) -> None:
-        if not seen:
-            seen.append(number)
-        stop.set()
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        loop.add_signal_handler(number, heard, number)
-    try:
-        yield seen
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)

@@ -6,9 +6,7 @@ These are exports, for generating text and for other tools. What a peer restarts
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from atoll.protocol.disk import replace_file
 from atoll.protocol.errors import CheckpointError, ManifestError, ResourceError
 
 from .config import ModelConfig
@@ -72,8 +71,8 @@ def save(folder: Path, params: NDArray[np.float32], metadata: Metadata, keep: in
     target = folder / f"step-{metadata.outer_step:08d}.safetensors"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(target, data)
-        _replace(target.with_suffix(".json"), json.dumps(record, indent=2).encode() + b"\n")
+        replace_file(target, data, durable=True)
+        replace_file(target.with_suffix(".json"), json.dumps(record, indent=2).encode() + b"\n", durable=True)
         for old in _steps(folder)[: -max(keep, 1)]:
             # the metadata first: without it the rest counts as nothing
             old.unlink(missing_ok=True)
@@ -108,6 +107,14 @@ def load(path: Path, *, run: str | None = None, model: ModelConfig | None = None
         raise CheckpointError(f"{path.with_suffix('.json')} is no metadata of a checkpoint: {error!r}") from None
     if form != FORMAT:
         raise CheckpointError(f"{path} has format {form}, this atoll reads {FORMAT}; use the version that wrote it")
+    other = _run_of(data)
+    if other is not None and other != metadata.run:
+        raise CheckpointError(
+            f"{path} is of run {other[:16]}…, but the metadata beside it of run {metadata.run[:16]}…; "
+            "put the files of one checkpoint together again, or use another one"
+        )
+    if len(data) > size:
+        raise CheckpointError(f"{path} has {len(data)} bytes, expected {size}: it is another file; use another one")
     if len(data) != size:
         raise CheckpointError(f"{path} has {len(data)} bytes, expected {size}: it is truncated; use another one")
     if blake3(data).hexdigest() != digest:
@@ -130,6 +137,16 @@ def load(path: Path, *, run: str | None = None, model: ModelConfig | None = None
     return Checkpoint(np.concatenate([tensors[s.name].ravel() for s in specs]), own, metadata)
 
 
+def _run_of(data: bytes) -> str | None:
+    """The run id that stands in the header of a safetensors file of ours; None when it cannot be read."""
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        run = header["__metadata__"]["run"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return run if isinstance(run, str) else None
+
+
 def _steps(folder: Path) -> list[Path]:
     """The metadata files of whole checkpoints, oldest first."""
     return sorted(p for p in folder.glob("step-*.json") if p.with_suffix(".safetensors").exists())
@@ -144,22 +161,3 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror}") from None
-
-
-def _replace(target: Path, data: bytes) -> None:
-    temporary = target.with_name(f"{target.name}.tmp{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -37,7 +37,7 @@ StateOption = Annotated[
 ]
 DeviceOption = Annotated[
     str,
-    typer.Option("--device", envvar="ATOLL_DEVICE", metavar="NAME", help="auto, cpu, cuda, cuda:1, mps."),
+    typer.Option("--device", envvar="ATOLL_DEVICE", metavar="NAME", help="auto, cpu, cuda, cuda:1."),
 ]
 ThreadsOption = Annotated[
     int,
@@ -109,7 +109,7 @@ def node(
         typer.Option(
             "--name",
             envvar="ATOLL_NAME",
-            help="Public name shown to others. [default: a random one]",
+            help="Public name shown to others; '' for none. [default: two words made from the peer id]",
             show_default=False,
         ),
     ] = None,
@@ -173,7 +173,7 @@ def node(
     )
     from .daemon import run_node
 
-    return run_to_end(run_node(options))
+    return run_to_end(run_node(options), service=True)
 
 
 def observe(
@@ -214,7 +214,7 @@ def observe(
     )
     from .daemon import run_observer
 
-    return run_to_end(run_observer(options))
+    return run_to_end(run_observer(options), service=True)
 
 
 def status(
@@ -246,7 +246,6 @@ def status(
         float | None,
         typer.Option(
             "--max-age",
-            "--healthy-within",
             min=0,
             metavar="SECONDS",
             help="Health check of --state: exit 0 only if its head is newer.",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,25 +16,24 @@ from atoll.protocol.commits import Position
 from atoll.protocol.errors import AtollError
 from atoll.protocol.island import Island, Progress
 from atoll.protocol.peer import Peer
-from atoll.protocol.shutdown import aside
-from atoll.protocol.statefolder import state_home
+from atoll.protocol.shutdown import aside, ending, on_signals
 from atoll.protocol.theta0 import theta0
 
 from . import checkpoint
 from .console import ConsoleEcho
+from .names import public_name
 from .options import Finish, NodeOptions, ObserverOptions
 from .peerbook import PeerBook
-from .session import Session, exit_reason, on_signals, open_session, started
+from .prepare import prepare
+from .session import Session, exit_reason, open_session, started
 from .specs import tensor_specs
 
 PROGRESS_EVERY = 1.0
 """Seconds between two ``progress`` events."""
-INTERRUPTED = 130
 
 
 async def run_node(options: NodeOptions) -> int:
     """Take part in a run until its end or a signal. Returns the exit code; raises AtollError."""
-    name = options.name if options.name is not None else socket.gethostname()[:32]
     echo = ConsoleEcho(options.log)
     try:
         async with open_session(
@@ -43,6 +41,7 @@ async def run_node(options: NodeOptions) -> int:
             announce=options.announce, client_mode=options.client_mode, seed=options.seed, timeout=options.timeout,
             data=options.data, echo=echo,
         ) as session:  # fmt: skip
+            name = options.name if options.name is not None else public_name(session.signer.peer_id)
             return await _logged(session, _train(session, options, name))
     finally:
         echo.close()
@@ -61,24 +60,24 @@ async def run_observer(options: ObserverOptions) -> int:
         echo.close()
 
 
-async def _logged(session: Session, work: Any) -> int:
-    """Await the work; whatever its end, the event log tells it."""
+async def _logged(session: Session, work: Coroutine[Any, Any, None]) -> int:
+    """Await the work; whatever its end, the event log tells it. Returns the exit code."""
     try:
-        code: int = await work
+        await work
     except BaseException as error:
         number, reason = exit_reason(error)
         session.event("exit", code=number, reason=reason)
         raise
-    session.event("exit", code=code, reason="interrupted" if code == INTERRUPTED else "done")
-    return code
+    session.event("exit", code=ending().code, reason=ending().reason)
+    return ending().code
 
 
-async def _train(session: Session, options: NodeOptions, name: str) -> int:
+async def _train(session: Session, options: NodeOptions, name: str) -> None:
     from .trainer import TrainerProcess
 
     manifest = session.manifest
     session.event("state", state="starting")
-    prepared = asyncio.create_task(aside(_prepare))
+    prepared = asyncio.create_task(aside(prepare))
     try:
         island = await TrainerProcess.start(
             session.model, session.data, session.inner, manifest.round.inner_steps, manifest.budget.rounds,
@@ -91,9 +90,10 @@ async def _train(session: Session, options: NodeOptions, name: str) -> int:
     try:
         await prepared
         started(session, name, island.device)
-        return await _live(
+        await _live(
             session,
             island,
+            island.watch(),
             name=name,
             export=session.folder / "checkpoints",
             finish=options.finish,
@@ -103,27 +103,17 @@ async def _train(session: Session, options: NodeOptions, name: str) -> int:
         await island.close()
 
 
-def _prepare() -> None:
-    """Compile the kernels and prove that this machine computes the run's bits, before a peer reports."""
-    from atoll.protocol import kernels
-    from atoll.protocol.selftest import self_test
-
-    # One cache for all runs and nodes of this user: what is compiled depends on the machine only.
-    kernels.configure(cache_dir=state_home() / "kernels")
-    kernels.warm_up()
-    self_test()
-
-
 async def _live(
-    session: Session, island: Island | None, *, name: str, export: Path | None = None,
+    session: Session, island: Island | None, *beside: Coroutine[Any, Any, None], name: str, export: Path | None = None,
     finish: Finish = Finish.exit, reachable: bool = True,
     on_head: Callable[[Position, NDArray[np.float32]], None] | None = None,
-) -> int:  # fmt: skip
-    """Run the peer, with its events, progress and exports, until the end of the run or a signal."""
+) -> None:  # fmt: skip
+    """Run the peer, with its events, progress and exports, until the end of the run or a signal.
+
+    beside: work without which the peer must not go on; it leaves when one fails, and that error is raised.
+    """
     manifest = session.manifest
     exporter = _Exporter(session, export) if export is not None else None
-    interrupted = False
-
     counted = 0
 
     def events(event: str, /, **fields: Any) -> None:
@@ -150,21 +140,31 @@ async def _live(
         linger=float("inf") if finish is Finish.stay else 30.0,
     )  # fmt: skip
 
-    def stop() -> None:
-        nonlocal interrupted
-        interrupted = True
-        peer.stop()
+    failure: BaseException | None = None
 
-    progress = asyncio.create_task(_progress(session, peer, island))
+    def ended(task: asyncio.Task[None]) -> None:
+        nonlocal failure
+        # With the run over, all that is left to do is to serve its state, for which no trainer is needed.
+        over = island is not None and peer.finished
+        if not task.cancelled() and task.exception() is not None and failure is None and not over:
+            failure = task.exception()
+            peer.stop()
+
+    tasks = [asyncio.create_task(work) for work in (_progress(session, peer, island), *beside)]
+    for task in tasks:
+        task.add_done_callback(ended)
     try:
-        with on_signals(stop):
+        with on_signals(peer.stop):
             await peer.run()
             if exporter is not None:
                 await exporter.close()
     finally:
-        progress.cancel()
-        await asyncio.gather(progress, return_exceptions=True)
-    return INTERRUPTED if interrupted else 0
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        _tell_progress(session, peer, island)  # the last second's bytes and tokens
+    if failure is not None:
+        raise failure
 
 
 async def _progress(session: Session, peer: Peer, island: Island | None) -> None:
@@ -172,16 +172,20 @@ async def _progress(session: Session, peer: Peer, island: Island | None) -> None
     while True:
         records = {name: known.record for name, known in peer.directory.known.items()}
         book.note({name: record.addresses for name, record in records.items() if record and record.reachable})
-        progress = island.progress() if island is not None else Progress()
-        head = peer.head
-        session.event(
-            "progress", state=peer.state, round=head.round, outer_step=head.outer_step, steps=progress.steps,
-            tokens=progress.tokens, contributed=peer.contributed, loss=progress.loss,
-            tokens_per_s=progress.fields.get("tokens_per_s", 0.0), step_time=progress.step_time,
-            leased=progress.leased, bytes_sent=session.transport.bytes_sent,
-            bytes_received=session.transport.bytes_received, peers=len(peer.directory.known),
-        )  # fmt: skip
+        _tell_progress(session, peer, island)
         await asyncio.sleep(PROGRESS_EVERY)
+
+
+def _tell_progress(session: Session, peer: Peer, island: Island | None) -> None:
+    progress = island.progress() if island is not None else Progress()
+    head = peer.head
+    session.event(
+        "progress", state=peer.state, round=head.round, outer_step=head.outer_step, steps=progress.steps,
+        tokens=progress.tokens, contributed=peer.contributed, loss=progress.loss,
+        tokens_per_s=progress.fields.get("tokens_per_s", 0.0), step_time=progress.step_time,
+        leased=progress.leased, bytes_sent=session.transport.bytes_sent,
+        bytes_received=session.transport.bytes_received, peers=len(peer.directory.known),
+    )  # fmt: skip
 
 
 class _Exporter:
@@ -224,8 +228,8 @@ class _Exporter:
         await asyncio.gather(*self._writing, return_exceptions=True)
 
 
-async def _observe(session: Session, options: ObserverOptions) -> int:
-    await aside(_prepare)
+async def _observe(session: Session, options: ObserverOptions) -> None:
+    await aside(prepare)
     evaluator = await aside(partial(_evaluator, session, options))
     started(session, "observer", options.device)
     session.event("ngrams", **await aside(evaluator.ngrams))
@@ -254,14 +258,18 @@ async def _observe(session: Session, options: ObserverOptions) -> int:
 
     scoring = asyncio.create_task(score())
     try:
-        code = await _live(session, None, name="observer", on_head=head)
-        if code != INTERRUPTED:
+        await _live(session, None, _ends(scoring), name="observer", on_head=head)
+        if ending().signal is None:
             due.put_nowait(None)
             await scoring
-        return code
     finally:
         scoring.cancel()
         await asyncio.gather(scoring, return_exceptions=True)
+
+
+async def _ends(task: asyncio.Task[None]) -> None:
+    """Wait for a task that goes on when the waiting is cancelled."""
+    await asyncio.shield(task)
 
 
 def _evaluator(session: Session, options: ObserverOptions) -> Any:

@@ -22,7 +22,8 @@ Unknown events and unknown fields are to be ignored by readers: newer nodes may 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,12 @@ import msgspec
 
 from atoll.protocol.eventlog import EVENT_FILE, EventLog
 
-__all__ = ["EVENT_FILE", "EventLog", "EventTail", "last_head_time", "read_events"]
+__all__ = ["EVENT_FILE", "EventLog", "EventTail", "last_events", "last_head_time", "read_events"]
 
 Event = dict[str, Any]
 
 _MAX_LINE = 1 << 20
+_BLOCK = 1 << 16
 _DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -117,10 +119,53 @@ def read_events(path: Path) -> Iterator[Event]:
             tail.close()
 
 
+def last_events(path: Path, kinds: Collection[str]) -> dict[str, Event]:
+    """The newest event of each of these kinds, as far as the log has them, read from its end."""
+    wanted = {kind: b'"%s"' % kind.encode() for kind in kinds}
+    found: dict[str, Event] = {}
+    for line in _lines_backwards(path):
+        # Most lines are of no interest, and looking is a hundred times cheaper than decoding.
+        if not any(word in line for word in wanted.values()):
+            continue
+        try:
+            event = _DECODER.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue
+        kind = event.get("event")
+        if isinstance(kind, str) and wanted.pop(kind, None) is not None:
+            found[kind] = event
+            if not wanted:
+                break
+    return found
+
+
 def last_head_time(path: Path) -> float | None:
     """When (seconds since 1970) the log last tells of a commit or a digest; None when it never does."""
-    latest: float | None = None
-    for event in read_events(path):
-        if event["event"] in ("commit", "digest") and isinstance(event.get("t"), int | float):
-            latest = max(latest or 0.0, float(event["t"]))
-    return latest
+    for line in _lines_backwards(path):
+        if b'"commit"' in line or b'"digest"' in line:
+            try:
+                event = _DECODER.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                continue
+            if event.get("event") in ("commit", "digest") and isinstance(event.get("t"), int | float):
+                return float(event["t"])
+    return None
+
+
+def _lines_backwards(path: Path) -> Iterator[bytes]:
+    """The lines of a log, the newest first, then those of its rotated part. Holds a block in memory, not the file."""
+    for part in (path, path.with_name(path.name + ".1")):
+        try:
+            file = part.open("rb")
+        except OSError:
+            continue
+        with file:
+            at, rest = file.seek(0, os.SEEK_END), b""
+            while at:
+                length = min(at, _BLOCK)
+                at -= length
+                file.seek(at)
+                first, *lines = (file.read(length) + rest).split(b"\n")
+                yield from reversed(lines)
+                rest = first if len(first) <= _MAX_LINE else b""
+            yield rest

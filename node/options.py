@@ -37,9 +37,9 @@ class NodeOptions:
     state: Path | None = None
     """State folder; None: one per run under the user's state folder."""
     name: str | None = None
-    """Public name shown to others; None: made from the host's name."""
+    """Public name shown to others; None: two words that follow from the peer id. Empty: no name."""
     device: str = "auto"
-    """auto | cpu | cuda | cuda:N | mps"""
+    """auto | cpu | cuda | cuda:N"""
     threads: int = 0
     """CPU threads of the trainer; 0: chosen by the node."""
     data: Path | None = None

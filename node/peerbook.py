@@ -7,11 +7,11 @@ answers is that peer, and of this run, is seen then.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from atoll.protocol.address import Multiaddr
+from atoll.protocol.disk import replace_file
 from atoll.protocol.errors import AddressError
 from atoll.protocol.transport import PeerId
 
@@ -28,6 +28,10 @@ class PeerBook:
         self._path = folder / FILE
         self._kept: dict[str, list[str]] = {}
 
+        for text in self.load():
+            address, _, peer = text.rpartition("/p2p/")
+            self._kept.setdefault(peer, []).append(address)
+
     def load(self) -> list[str]:
         """Multiaddresses with ``/p2p/`` of an earlier start."""
         found: list[str] = []
@@ -41,12 +45,22 @@ class PeerBook:
         return found
 
     def note(self, reachable: Mapping[str, Sequence[str]]) -> None:
-        """Keep some of these peers (id to addresses): those kept already, as long as they are among them."""
-        kept = {peer: list(reachable[peer]) for peer in self._kept if peer in reachable}
-        for peer, addresses in reachable.items():
-            if len(kept) < KEPT and addresses:
-                kept.setdefault(peer, list(addresses))
-        if not kept or kept == self._kept:
+        """Keep some of these peers (id to addresses). Who was kept stays, until somebody who is there needs the place:
+
+        in an outage most are away, and they are those to be found again afterwards.
+        """
+        there = {peer: list(addresses) for peer, addresses in reachable.items() if addresses}
+        kept = {peer: there.get(peer, addresses) for peer, addresses in self._kept.items()}
+        away = [peer for peer in kept if peer not in there]
+        for peer, addresses in there.items():
+            if peer in kept:
+                continue
+            if len(kept) >= KEPT:
+                if not away:
+                    break
+                del kept[away.pop(0)]
+            kept[peer] = addresses
+        if kept == self._kept:
             return
         self._kept = kept
         lines = []
@@ -54,10 +68,5 @@ class PeerBook:
             for address in addresses[:4]:
                 with contextlib.suppress(AddressError):
                     lines.append(f"{Multiaddr.parse(address).at(PeerId(peer))}\n")
-        temporary = self._path.with_name(f".{FILE}.{os.getpid()}.tmp")
         with contextlib.suppress(OSError):
-            try:
-                temporary.write_text("".join(lines))
-                temporary.replace(self._path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            replace_file(self._path, "".join(lines).encode())

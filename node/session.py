@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import importlib
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import atoll
 from atoll.protocol.address import RunAddress
+from atoll.protocol.disk import replace_file
 from atoll.protocol.errors import AtollError, ManifestError, NetworkError, WrongRun
 from atoll.protocol.eventlog import EVENT_FILE, EventLog
 from atoll.protocol.identity import Ed25519Signer, load_or_create_identity
 from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.manifest import Manifest
-from atoll.protocol.shutdown import aside
+from atoll.protocol.shutdown import aside, ending
 from atoll.protocol.statefolder import StateFolder, default_state
 
 from .config import DataConfig, InnerConfig, ModelConfig
@@ -127,40 +127,26 @@ def _kept_manifest(folder: Path, run_id: bytes) -> Manifest | None:
 
 
 def _keep_manifest(folder: Path, manifest: Manifest) -> None:
-    temporary = folder / f"{MANIFEST_FILE}.{os.getpid()}.tmp"
-    temporary.write_text(manifest.to_toml())
-    temporary.replace(folder / MANIFEST_FILE)
+    replace_file(folder / MANIFEST_FILE, manifest.to_toml().encode())
 
 
 async def _fetch_manifest(transport: HivemindTransport, run: RunAddress, timeout: float) -> Manifest:
     """The signed manifest from a peer of the address. Its hash must be the run id, so any peer may give it."""
     from atoll.protocol.transfer import fetch_manifest
 
-    reasons = []
+    reasons: list[str] = []
+    wrong: WrongRun | None = None
     for peer in run.peer_ids:
         try:
             return Manifest.from_toml(await fetch_manifest(transport, peer, run.run_id, timeout=min(timeout, 20.0)))
-        except WrongRun:
-            raise
+        except WrongRun as error:
+            wrong = error  # the next one may be of this run all the same
         except NetworkError as error:
             reasons.append(str(error))
+    if wrong is not None and not reasons:
+        raise wrong
+    reasons += [str(wrong)] if wrong is not None else []
     raise NetworkError(f"no peer of the address gave the run's manifest: {'; '.join(reasons)}")
-
-
-@contextlib.contextmanager
-def on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call ``stop`` at SIGINT or SIGTERM; a second one does not interrupt the leaving, which is bounded anyway.
-
-    The process leaves after this, whatever the reason, so until its end both signals have nothing more to say.
-    """
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, lambda: None)
 
 
 def started(session: Session, name: str, device: str) -> None:
@@ -171,12 +157,10 @@ def started(session: Session, name: str, device: str) -> None:
     )  # fmt: skip
 
 
-def exit_reason(error: BaseException | None) -> tuple[int, str]:
+def exit_reason(error: BaseException) -> tuple[int, str]:
     """The documented exit code and a sentence for the ``exit`` event."""
-    if error is None:
-        return 0, "done"
     if isinstance(error, AtollError):
         return error.exit_code, str(error)
-    if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
-        return 130, "interrupted"
+    if isinstance(error, asyncio.CancelledError):
+        return ending().code, ending().reason
     return 1, f"{type(error).__name__}: {error}"

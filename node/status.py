@@ -16,7 +16,7 @@ from atoll.protocol.errors import NetworkError, PeerMisbehaved, StateError
 from atoll.protocol.messages import GENESIS, Head, better
 
 from .console import short
-from .events import EVENT_FILE, last_head_time, read_events
+from .events import EVENT_FILE, last_events, last_head_time
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -250,9 +250,10 @@ def show_local(state: Path, *, as_json: bool) -> int:
     path = state / EVENT_FILE
     if not path.exists():
         raise StateError(f"there is no event log at {path}; expected the state folder of a node")
-    latest: dict[str, dict[str, Any]] = {event["event"]: event for event in read_events(path)}
+    kinds = ("start", "progress", "commit", "digest", "exit")
+    latest = last_events(path, kinds)
     now = time.time()
-    fields = {kind: latest.get(kind) for kind in ("start", "progress", "commit", "digest", "exit")}
+    fields = {kind: latest.get(kind) for kind in kinds}
     if as_json:
         print(json.dumps(fields))
         return 0

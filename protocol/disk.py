@@ -268,6 +268,27 @@ def disk_error(path: Path, error: OSError) -> AtollError:
     return folder_error(path, error)
 
 
+def replace_file(target: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write or replace a file as a whole: whoever reads it, and whatever happens, finds the old or the new one.
+
+    durable: also after a power cut. Raises OSError, and leaves nothing of the new one then.
+    """
+    temporary = target.with_name(f".{target.name}.{os.getpid()}{TEMPORARY}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        _sync_folder(target.parent)
+
+
 def _write_all(descriptor: int, piece: Buffer) -> None:
     view = memoryview(piece).cast("B")
     while view.nbytes:

@@ -6,6 +6,7 @@ Every line has ``t`` (seconds since 1970), ``event`` and ``peer``. The events an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -74,15 +75,39 @@ class EventLog:
         with self._lock:
             if not self._closed and self.path is not None:
                 try:
-                    if os.fstat(self._file).st_size + len(line) > self._rotate_at:
-                        os.close(self._file)
-                        os.replace(self.path, self.path.with_name(self.path.name + ".1"))
-                        self._open(self.path)
+                    size = os.fstat(self._file).st_size + len(line)
+                    if size > self._rotate_at:
+                        try:
+                            self._rotate(self.path)
+                        except OSError:
+                            # The next event tries again; meanwhile there is room for as much once more.
+                            if size > 2 * self._rotate_at:
+                                raise
                     os.write(self._file, line)
                 except OSError:
                     self.dropped += 1
         if self._echo is not None:
             self._echo(record)
+
+    def _rotate(self, path: Path) -> None:
+        """Begin a new file; raises OSError, and then the old one goes on."""
+        new = path.with_name(path.name + ".new")
+        opened = os.open(new, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        kept = path.with_name(path.name + ".1")
+        try:
+            with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+                os.replace(path, kept)
+            try:
+                os.replace(new, path)
+            except OSError:
+                os.replace(kept, path)
+                raise
+        except OSError:
+            os.close(opened)
+            raise
+        # Never a closed number in _file: the system gives it to whatever is opened next.
+        old, self._file = self._file, opened
+        os.close(old)
 
     def close(self) -> None:
         """Close the file. Idempotent; later events reach only ``echo``."""

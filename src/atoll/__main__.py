@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script. Ends the process with the documented exit code."""
     code = run(arguments)
     # All is said and done: one more Ctrl-C, while Python takes itself apart, must not change how this ended.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if threading.active_count() > 1:
         # Somebody left in the middle of something long (compiling, scoring): nothing that anybody needs any more.

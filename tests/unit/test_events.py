@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from atoll.node.events import EVENT_FILE, EventLog, EventTail, last_head_time, read_events
+from atoll.node import events
+from atoll.node.events import EVENT_FILE, EventLog, EventTail, last_events, last_head_time, read_events
 from atoll.protocol.errors import ResourceError, StateError, StateLocked
 from atoll.protocol.statefolder import StateFolder, default_state, folder_error
 
@@ -103,6 +105,55 @@ def test_rotation_loses_nothing_for_a_tail(tmp_path: Path) -> None:
     assert path.with_name(EVENT_FILE + ".1").exists()
     assert path.stat().st_size <= 400
     assert [event["steps"] for event in read_events(path)][-1] == 59
+
+
+def test_a_rotation_that_fails_goes_on_in_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / EVENT_FILE
+    log = EventLog(path, "p", rotate_at=300)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", raises(full))
+        for number in range(20):
+            log.write("progress", steps=number)
+            # Whatever is opened now must not be given the log's number.
+            with open(tmp_path / f"other-{number}", "wb") as other:
+                other.write(b"mine")
+    assert log.dropped > 0
+    assert all((tmp_path / f"other-{number}").read_bytes() == b"mine" for number in range(20))
+    before = [event["steps"] for event in read_events(path)]
+    assert before == list(range(len(before)))
+    assert path.stat().st_size <= 600
+    log.write("progress", steps=20)
+    log.close()
+    assert [event["steps"] for event in read_events(path)] == [*before, 20]
+    assert path.with_name(EVENT_FILE + ".1").exists()
+
+
+def raises(error: OSError) -> Callable[..., None]:
+    def fail(*args: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("block", [1, 7, 1 << 16])
+def test_the_newest_of_each_kind_is_read_from_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(events, "_BLOCK", block)
+    path = tmp_path / EVENT_FILE
+    assert last_events(path, ["start"]) == {}
+    log = EventLog(path, "p", clock=lambda: 5.0, rotate_at=400)
+    log.write("start", name="n")
+    for number in range(8):
+        log.write("progress", steps=number, note='"commit"')
+    log.close()
+    with path.open("ab") as file:
+        file.write(b'nonsense "progress"\n{"event":"progr')
+    assert path.with_name(EVENT_FILE + ".1").exists()
+    found = last_events(path, ["progress", "commit"])
+    assert {kind: event["steps"] for kind, event in found.items()} == {"progress": 7}
+    assert last_head_time(path) is None
 
 
 def test_truncated_file_is_read_from_its_start(tmp_path: Path) -> None:

@@ -35,6 +35,17 @@ def test_it_keeps_those_it_has_and_a_bounded_number(tmp_path: Path) -> None:
     assert len(book.load()) == KEPT, "alone for a while, it does not forget the others"
 
 
+def test_a_restart_in_an_outage_keeps_those_who_are_away(tmp_path: Path) -> None:
+    PeerBook(tmp_path).note(addresses(*range(KEPT)))
+    before = (tmp_path / FILE).read_text()
+    again = PeerBook(tmp_path)
+    again.note(addresses(3))
+    assert (tmp_path / FILE).read_text() == before
+    again.note(addresses(3, KEPT))
+    kept = [line.rsplit("/", 1)[1] for line in again.load()]
+    assert kept == [*PEERS[1:KEPT], PEERS[KEPT]], "one who is there has the place of one who is not"
+
+
 def test_damage_and_no_room_are_no_errors(tmp_path: Path) -> None:
     good = f"/ip4/192.0.2.1/tcp/4001/p2p/{PEERS[0]}"
     (tmp_path / FILE).write_bytes(b"\xff\x00 nonsense\n/ip4/1.2.3.4/tcp/1\n" + good.encode() + b"\n/ip4/1.2.3")

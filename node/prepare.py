@@ -1,0 +1,19 @@
+"""Before a process takes part: compile the kernels, and prove that this machine computes the bits of the run."""
+
+from __future__ import annotations
+
+from atoll.protocol.statefolder import state_home
+
+
+def prepare() -> None:
+    """Compile, or load from the cache, and check. Seconds of CPU when the cache is cold; call it in a thread.
+
+    Raises :class:`~atoll.protocol.errors.ResourceError` when this machine computes other bits.
+    """
+    from atoll.protocol import kernels
+    from atoll.protocol.selftest import self_test
+
+    # One cache for all runs and nodes of this user: what is compiled depends on the machine only.
+    kernels.configure(cache_dir=state_home() / "kernels")
+    kernels.warm_up()
+    self_test()
