@@ -129,6 +129,9 @@ class BenchPeer:
         self.book = [(peer, addresses) for peer, addresses, _ in book]
         for peer, addresses in self.book:
             self.transport.learn(PeerId(peer), addresses)
+        # One end of each pair dials: two that dial each other at one moment may both fail.
+        for peer, _ in self.book[self.index + 1 :]:
+            await self._push(peer, 0)
         return sum(self.codec.encoded_size(self.layout.size(i)) for i in range(self.layout.count))
 
     # --- the raw limit
@@ -210,7 +213,7 @@ class BenchPeer:
         deadline = deadline_seconds(members, self.layout, self.codec.name, self.manifest.round.silence)
         seal = Seal(
             self.manifest.run_id, number, 0, GENESIS, members[coordinator].peer, bytes([number] * 16), members, parts,
-            deadline,
+            False, deadline,
         )  # fmt: skip
         around = Surroundings(
             self.transport, self.messenger, self.signer, self.manifest, self.layout, self.replica, self._events,

@@ -1,7 +1,7 @@
 """An averaged chunk as bytes: the unit that a commit names by hash, that donors serve and that everyone decodes.
 
 Layout, big-endian: version u8 (1), bitmap length u8, chunk index u32, sum of weights u64, bitmap, then the mean in
-the run's codec. A chunk that nobody contributed to has an empty bitmap value, weight 0 and no payload.
+the run's codec (or the one in which its averages travel: int8 for sparse contributions). A chunk that nobody contributed to has an empty bitmap value, weight 0 and no payload.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from .codecs import Codec
+from .codecs import Codec, averages_codec
 from .commits import members_in
 from .errors import PeerMisbehaved
 from .layout import ChunkLayout
@@ -50,7 +50,7 @@ def unpack(data: bytes) -> Averaged:
 
 def size_limit(codec: Codec, elements: int, members: int) -> int:
     """Bytes of the largest averaged chunk of so many elements."""
-    return _HEADER.size + (members + 7) // 8 + codec.encoded_size(elements)
+    return _HEADER.size + (members + 7) // 8 + averages_codec(codec.name).encoded_size(elements)
 
 
 def hash_chunk(data: bytes) -> bytes:
@@ -86,7 +86,7 @@ def check(data: bytes, index: int, members: Sequence[Member], codec: Codec, elem
     if weight != chunk.weight or any(members[i].weight == 0 for i in inside):
         raise PeerMisbehaved(f"averaged chunk {index} states weight {chunk.weight}, its contributors have {weight}")
     if inside:
-        codec.validate(chunk.payload, elements)
+        averages_codec(codec.name).validate(chunk.payload, elements)
     elif len(chunk.payload):
         raise PeerMisbehaved(f"averaged chunk {index} has a payload and no contributors")
     return chunk

@@ -62,13 +62,14 @@ def unite(ballots: Iterable[Ballot]) -> list[Ballot]:
 
 def make_seal(
     calling: Calling, own: Member, *, coordinator: PeerId, manifest: Manifest, layout: ChunkLayout,
-    unfit: Collection[PeerId] = (), fragment: int = 0,
+    unfit: Collection[PeerId] = (), leases: bool = False, fragment: int = 0,
 ) -> Seal:  # fmt: skip
     """The roster of those who entered, the own included, most uncommitted tokens first when there are too many.
 
     unfit: members that get no part to reduce, since they failed at one on this base.
     """
-    able = [m for m in calling.entered.values() if m.weight <= manifest.round.weight_cap and manifest.admits(m.peer)]
+    cap = 0 if leases else manifest.round.weight_cap
+    able = [m for m in calling.entered.values() if m.weight <= cap and manifest.admits(m.peer)]
     able.sort(key=lambda member: (-member.weight, member.peer))
     members = sorted([own, *able[: manifest.round.max_group - 1]], key=lambda member: member.peer)
     weighed = any(member.weight for member in members)
@@ -84,5 +85,6 @@ def make_seal(
         nonce=calling.nonce,
         members=members,
         parts=split_parts(fit, layout.count) if weighed else [],
+        leases=leases,
         deadline=deadline_seconds(members, layout, manifest.codec.name, manifest.round.silence),
     )

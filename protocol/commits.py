@@ -164,6 +164,8 @@ def check_seal(seal: Seal, manifest: Manifest, layout: ChunkLayout) -> None:
             raise PeerMisbehaved(f"weight {member.weight} above the cap {manifest.round.weight_cap}", member.peer)
     if not any(member.peer == seal.coordinator for member in seal.members):
         raise PeerMisbehaved("a coordinator outside its roster", seal.coordinator)
+    if seal.leases and any(member.weight for member in seal.members):
+        raise PeerMisbehaved("a weight in a roster for leases alone", seal.coordinator)
     due = deadline_seconds(seal.members, layout, manifest.codec.name, manifest.round.silence)
     if not 0.99 * due <= seal.deadline <= 1.01 * due:
         raise PeerMisbehaved(f"a deadline of {seal.deadline:.1f} s where {due:.1f} s follow", seal.coordinator)

@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from .averaged import size_limit
 from .checkpoints import blob_span, digest_of, split
-from .codecs import get_codec
+from .codecs import averages_codec, get_codec
 from .commits import START, Position, averaged_tokens, check_child, position_of, verify_commit
 from .disk import Buffer
 from .errors import AtollError, PeerMisbehaved, PeerUnreachable, TransportError
@@ -175,8 +175,10 @@ class Fetcher:
 
     async def _offer(self, peer: PeerId) -> Heads | None:
         try:
-            return await ask(self._transport, peer, GetHeads(), Heads, limit=1 << 16, patience=self._patience)
-        except TransportError as error:
+            # One limit for all of it: who answers "wait" for ever must not hold up what the others say.
+            async with asyncio.timeout(self._patience):
+                return await ask(self._transport, peer, GetHeads(), Heads, limit=1 << 16, patience=self._patience)
+        except (TransportError, TimeoutError) as error:
             self._drop(peer, error)
             return None
 
@@ -211,7 +213,7 @@ class Fetcher:
 
     def _cost(self, steps: Sequence[Step]) -> int:
         """Bytes of the chunks to be fetched."""
-        size = self._codec.encoded_size(self._layout.chunk)
+        size = averages_codec(self._codec.name).encoded_size(self._layout.chunk)
         return sum(size * len(step.commit.body.chunks) for step in steps)
 
     async def _chain(self, peer: PeerId, head: Head, first: int) -> list[Step]:
@@ -345,10 +347,16 @@ class Fetcher:
         keep: called (off the event loop) in place of ``store.append``.
         Raises as :meth:`plan`, and :class:`~atoll.protocol.errors.DiskFull`; what has arrived stays for the next call.
         """
+        plan = await self.plan(donors, current, await self._transport.offload(store.restorable))
+        if plan is not None:
+            await self.carry_out(plan, store, keep)
+        return plan
+
+    async def carry_out(
+        self, plan: Plan, store: Store, keep: Callable[[Commit, list[bytes]], None] | None = None
+    ) -> None:
+        """Bring into a store what a plan names; see :meth:`fetch_into`."""
         offload = self._transport.offload
-        plan = await self.plan(donors, current, await offload(store.restorable))
-        if plan is None:
-            return None
         if plan.checkpoint is not None:
             start = plan.checkpoint
             download = await offload(store.download, start.position, start.digest, start.hashes)
@@ -356,7 +364,6 @@ class Fetcher:
             await offload(download.finish)
         async for commit, chunks in self.replay(plan, store.chunk):
             await offload(keep or store.append, commit, chunks)
-        return plan
 
     # --- the engine
 
@@ -436,10 +443,10 @@ class Fetcher:
     def _trusted(self, donors: Sequence[PeerId]) -> list[PeerId]:
         return [peer for peer in donors if peer not in self._liars and peer != self._transport.peer_id]
 
-    def _drop(self, peer: PeerId, error: AtollError) -> None:
+    def _drop(self, peer: PeerId, error: AtollError | TimeoutError) -> None:
         if isinstance(error, PeerMisbehaved):
             self._liars[peer] = None
-        self._report(peer, str(error))
+        self._report(peer, str(error) or "it does not answer in time")
 
 
 @dataclass(eq=False)

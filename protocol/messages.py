@@ -91,6 +91,8 @@ class Seal(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     nonce: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     members: Annotated[list[Member], msgspec.Meta(min_length=1, max_length=MAX_MEMBERS)]
     parts: Annotated[list[Part], msgspec.Meta(max_length=MAX_MEMBERS)]
+    leases: bool
+    """Called for leases alone: no member has frozen, so none may have a weight."""
     deadline: Ratio
     """D: seconds from the arrival of the seal to the end of the round, on each receiver's clock."""
 

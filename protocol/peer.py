@@ -52,7 +52,7 @@ from .control import (
 from .deadline import ASSUMED, encoded_size, transfer_seconds
 from .directory import Directory
 from .errors import DiskFull, NonFinite, PeerMisbehaved, ResourceError, RoundVoid, StateError, TransportError
-from .fetch import Fetcher
+from .fetch import Fetcher, Plan
 from .identity import Signer
 from .island import Island, Progress, Snapshot
 from .layout import ChunkLayout
@@ -182,6 +182,8 @@ class Peer:
         self._heads: dict[PeerId, Head] = {}
         self._ahead: dict[PeerId, Head] = {}
         """Those of them that are better than the own head."""
+        self._patience: dict[PeerId, tuple[int, float]] = {}
+        """Calls for leases on behalf of a peer since it last contributed, and when the next may be."""
         self._doubts: dict[PeerId, tuple[float, float]] = {}
         """Who claimed a head that could not be had: how long that was not believed, and until when."""
         self._reports: dict[PeerId, tuple[Report, float]] = {}
@@ -206,6 +208,9 @@ class Peer:
         self._early: deque[tuple[PeerId, RoundMessage]] = deque(maxlen=EARLY_LIMIT)
         self._commits: deque[tuple[bytes, Commit]] = deque(maxlen=16)
         self._better_since: float | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._plan: Plan | None = None
+        """A verified way to a better head."""
         self._checkpointing: asyncio.Task[None] | None = None
         self._round_started = transport.now()
         self._spurned: deque[bytes] = deque(maxlen=64)
@@ -390,9 +395,14 @@ class Peer:
                 commit_id, commit = self._commits.popleft()
                 await self._follow(commit_id, commit)
                 continue
-            if self._must_catch_up():
-                await self._catch_up()
+            if self._plan is not None:
+                await self._catch_up(self._plan)
                 continue
+            if self._looking is None and self._must_catch_up():
+                ahead = sorted(
+                    self._ahead, key=lambda peer: (self.messenger.failing(peer), -self.messenger.heard(peer))
+                )
+                self._looking = self._spawn(self._look_into(ahead[:MAX_DONORS]))
             if self.finished:
                 now = self.transport.now()
                 finished_at = finished_at or now
@@ -428,7 +438,11 @@ class Peer:
         self._ranks.clear()
         self._called_here.clear()
         self._unfit.clear()
-        self._ahead = {peer: head for peer, head in self._heads.items() if better(head, self.head)}
+        now = self._base_since
+        self._ahead = {
+            peer: head for peer, head in self._heads.items()
+            if better(head, self.head) and self._doubts.get(peer, (0.0, now))[1] <= now
+        }  # fmt: skip
         self._someone_ready = True
         self._report_now.set()
         self._last_round = self.head.round
@@ -452,7 +466,7 @@ class Peer:
 
     def _forget(self, peer: PeerId) -> None:
         """A peer has been gone for long: nothing is kept of it."""
-        for table in (self._heads, self._ahead, self._reports, self._ranks, self._doubts):
+        for table in (self._heads, self._ahead, self._reports, self._ranks, self._doubts, self._patience):
             table.pop(peer, None)
         self.messenger.forget(peer)
 
@@ -591,9 +605,13 @@ class Peer:
         if trainers and len(ready) < needed:
             self._quorum_since = None
             wait = sorted(0.0 if report.ready else report.eta or 1e9 for report in trainers)[needed - 1]
-            without = len(live) > len(trainers) and wait > self._silence / 2
+            without = [
+                peer for peer, report in live.items()
+                if not (report.leased or report.tokens) and self._patience.get(peer, (0, 0.0))[1] <= now
+            ]  # fmt: skip
             # It costs next to nothing, but whoever says that it has no samples must not cause one after another.
-            return Due.LEASES if without and now - self._base_since > self._silence / 2 else None
+            near = wait <= 2 * self._silence or now - self._base_since <= self._silence / 2
+            return Due.LEASES if without and not near else None
         if self._quorum_since is None:
             self._quorum_since = now
         if not trainers:
@@ -702,10 +720,12 @@ class Peer:
 
     def _offer_seal(self, sealed: Sealed) -> None:
         call, seal = self._awaited, sealed.seal
-        if call is None or self._engaged != seal.coordinator or seal.nonce != call.call or seal.round != call.round:
+        if call is None or self._engaged != seal.coordinator or seal.nonce != call.call:
             return
         try:
             check_seal(seal, self.manifest, self.layout)
+            if (seal.round, seal.leases) != (call.round, call.leases):
+                raise PeerMisbehaved("a seal that is not what was called for")
             if not self.signer.verify(PeerId(seal.coordinator), seal_bytes(hash_of(seal)), sealed.signature):
                 raise PeerMisbehaved("a seal whose signature does not verify")
         except PeerMisbehaved as error:
@@ -803,12 +823,13 @@ class Peer:
         )  # fmt: skip
         return member, snapshot
 
-    def _no_island(self, error: ResourceError) -> None:
+    async def _no_island(self, error: ResourceError) -> None:
         """The island is gone or hangs: let others lead while it comes back."""
         self._events("warning", message=f"the island did not freeze: {error}")
         me = self.transport.peer_id
         self._voids[me] = self._voids.get(me, 0) + 1
         self._rests_until = self.transport.now() + self._silence
+        await self._thaw()  # the wish is kept, and is the next child's
 
     async def _freeze(self) -> Snapshot:
         assert self.island is not None
@@ -842,6 +863,10 @@ class Peer:
         chosen = sorted(live, key=lambda peer: -live[peer].tokens)
         if due is Due.LEASES:
             chosen.sort(key=lambda peer: live[peer].leased > 0)
+            for peer, report in [*live.items(), (self.transport.peer_id, self._own_report())]:
+                if not (report.leased or report.tokens):
+                    count = self._patience.get(peer, (0, 0.0))[0] + 1
+                    self._patience[peer] = (count, now + self._silence * 2 ** min(count, 10))
         chosen = chosen[: rules.max_group - 1]
         spare = [p for p in self.directory.candidates() if p not in live and not self.messenger.failing(p)]
         calling = Calling(self.transport.random.randbytes(16), self._last_round + 1, self.head, set(chosen))
@@ -857,6 +882,8 @@ class Peer:
             # A step may take longer than T on a large island, and a peer answers a call after its step.
             slowest = max((report.step_time for report in live.values()), default=0.0)
             window = now + min(self._silence + 2 * slowest, 2 * self._silence)
+            if call.leases:
+                window = now + self._silence / 2
             while not calling.complete() and self.transport.now() < window and not self._stopping:
                 calling.changed.clear()
                 if any(self._earlier(other, self.transport.peer_id) for other in calling.busy.values()):
@@ -879,7 +906,7 @@ class Peer:
                 return
             seal = make_seal(
                 calling, own[0], coordinator=self.transport.peer_id, manifest=self.manifest, layout=self.layout,
-                unfit=self._unfit,
+                unfit=self._unfit, leases=call.leases,
             )  # fmt: skip
             sealed = Sealed(seal, self.signer.sign(seal_bytes(hash_of(seal))))
             inside = [PeerId(member.peer) for member in seal.members]
@@ -892,7 +919,7 @@ class Peer:
             own = None
             await self._run_round(sealed, snapshot)
         except ResourceError as error:
-            self._no_island(error)
+            await self._no_island(error)
         finally:
             self._calling = None
             self.messenger.post_all(calling.entered, Release(calling.nonce))
@@ -921,7 +948,7 @@ class Peer:
                     snapshot, entered = entered[1], None
                     await self._run_round(sealed, snapshot)
         except ResourceError as error:
-            self._no_island(error)
+            await self._no_island(error)
             self.messenger.post(coordinator, Refuse(call.call, self.head))
         finally:
             self._sealed, self._awaited = None, None
@@ -947,7 +974,8 @@ class Peer:
     def _obsolete(self) -> bool:
         # Only what was verified counts here: anybody can claim a head, and must not stop a round with it.
         group = self._round is not None and len(self._round.peers) > 1
-        return any(len(commit.body.seal.members) > 1 or not group for _, commit in self._commits)
+        better_way = self._plan is not None and better(self._plan.head, self.head)
+        return better_way or any(len(commit.body.seal.members) > 1 or not group for _, commit in self._commits)
 
     async def _run_round(self, sealed: Sealed, snapshot: Snapshot) -> None:
         """From the seal to the commit, or back to training."""
@@ -987,10 +1015,12 @@ class Peer:
             if current.theta is not None:
                 theta = await self.transport.offload(self.island.local.copy)
             committed = {hash_of(commit.body.seal) for _, commit in self._commits}
-            self._limbo = [*self._limbo[-1:], _Limbo(current, theta, snapshot)]
+            # A roster for leases brought nothing: it must not push out one that did.
+            kept = [limbo for limbo in self._limbo if limbo.theta is not None or limbo.round.ballots()]
+            self._limbo = [*kept[-1:], _Limbo(current, theta, snapshot)]
             for older in self._limbo[:-1]:
                 # Memory for one copy, unless this very one turned out to have been committed.
-                if older.round.roster_id not in committed:
+                if theta is not None and older.round.roster_id not in committed:
                     older.theta = None
             self._unfit |= current.failed_reducers
             await self._thaw()
@@ -1076,14 +1106,22 @@ class Peer:
             await self.transport.offload(self.store.append, commit, chunks)
         except DiskFull as error:
             self._events("warning", message=f"the commit was not logged: {error}")
+        if island is not None and chunks and not self._frozen:
+            # Its θ is about to be written; nothing may be training on it.
+            try:
+                await self._freeze()
+            except ResourceError as error:
+                self._events("warning", message=f"the island did not freeze: {error}")
         local = island.local if island is not None and not lost else None
         share = await self.transport.offload(
             self.replica.apply, body, commit_id, chunks, me=me, frozen=frozen, local=local
         )
         names = [member.peer for member in body.seal.members]
-        for member in names:
-            if member != self.transport.peer_id:
-                self.directory.heard(PeerId(member))
+        for member in body.seal.members:
+            if member.weight:
+                self._patience.pop(PeerId(member.peer), None)
+            if member.peer != self.transport.peer_id:
+                self.directory.heard(PeerId(member.peer))
         if island is not None:
             spent = share
             if lost:
@@ -1102,7 +1140,7 @@ class Peer:
                 await island.resume(reload=bool(chunks), spent=spent, outer_step=body.outer_step)
         self._log_commit(commit_id, commit, names, seconds)
         self._new_head()
-        if self.head.height % self.manifest.state.checkpoint_every == 0 or self.finished:
+        if chunks and (self.head.outer_step % self.manifest.state.checkpoint_every == 0 or self.finished):
             self._checkpointing = asyncio.get_running_loop().create_task(self._checkpoint())
 
     async def _spurn(self, commit_id: bytes, body: Body, reason: str) -> None:
@@ -1189,41 +1227,62 @@ class Peer:
         self._better_since = self._better_since or now
         return now - self._better_since > self._silence / 5
 
-    async def _catch_up(self) -> None:
-        """Fetch what lies between this head and the best known one, and go over to it."""
-        before, self._better_since = self.state, None
+    async def _look_into(self, claimants: list[PeerId]) -> None:
+        """Ask those who claim a better head for a way to it that can be verified. Runs beside the rounds: anybody can
+        claim a head, so a claim alone must keep this peer from nothing."""
+        try:
+            starts = await self.transport.offload(self.store.restorable)
+            self._plan = await self.fetcher.plan(claimants, self.head, starts)
+        except (TransportError, ResourceError, StateError) as error:
+            self._events("warning", message=f"cannot catch up yet: {error}")
+        if self._plan is None:
+            for peer in claimants:
+                self._disbelieve(peer)
+        self._looking = None
+        self._wake.set()
+
+    def _disbelieve(self, peer: PeerId) -> None:
+        """What that peer said is not what it gives; it is asked again after a while, each time a longer one."""
+        self._heads.pop(peer, None)
+        self._ahead.pop(peer, None)
+        pause = min(2 * self._doubts.get(peer, (self._silence / 2, 0.0))[0], 60 * self._silence)
+        self._doubts[peer] = (pause, self.transport.now() + pause)
+
+    async def _catch_up(self, plan: Plan) -> None:
+        """Fetch what lies between this head and a verified better one, and go over to it."""
+        before, self._better_since, self._plan = self.state, None, None
+        if not better(plan.head, self.head):
+            return
         self._set_state("joining")
         if self._checkpointing is not None:
             await self._checkpointing
             self._checkpointing = None
-        ahead = sorted(self._ahead, key=lambda peer: (self.messenger.failing(peer), -self.messenger.heard(peer)))
         try:
-            plan = await self.fetcher.fetch_into(self.store, ahead[:MAX_DONORS], self.head, self._keep)
+            await self.fetcher.carry_out(plan, self.store, self._keep)
         except (TransportError, ResourceError, StateError, NonFinite) as error:
             self._events("warning", message=f"cannot catch up yet: {error}")
-            plan = None
-        if plan is None:
-            # What they said is not what they give; they will say it again if it is so.
-            for peer in ahead:
-                self._heads.pop(peer, None)
-                self._ahead.pop(peer, None)
-                pause = min(2 * self._doubts.get(peer, (self._silence / 2, 0.0))[0], 60 * self._silence)
-                self._doubts[peer] = (pause, self.transport.now() + pause)
-        elif plan.base == self.head and plan.checkpoint is None:
-            for step in plan.steps:
-                if step.commit.body.parent != self.head.id:
-                    break
-                commit_id = hash_of(step.commit.body)
-                try:
-                    chunks = await self.transport.offload(self.store.chunks, commit_id)
-                except StateError as error:
-                    self._events("warning", message=str(error))
-                    break
-                await self._apply_late(commit_id, step.commit, chunks, 0.0)
+            for peer in plan.donors:
+                self._disbelieve(peer)
         else:
-            await self._go_over(plan.head)
+            if plan.base == self.head and plan.checkpoint is None:
+                await self._walk(plan)
+            else:
+                await self._go_over(plan.head)
         if self.state == "joining":
             self._set_state("observing" if self.island is None else before if before != "joining" else "training")
+
+    async def _walk(self, plan: Plan) -> None:
+        """Apply a plan's commits one after another, as far as they follow from this head."""
+        for step in plan.steps:
+            if step.commit.body.parent != self.head.id:
+                break
+            commit_id = hash_of(step.commit.body)
+            try:
+                chunks = await self.transport.offload(self.store.chunks, commit_id)
+            except StateError as error:
+                self._events("warning", message=str(error))
+                break
+            await self._apply_late(commit_id, step.commit, chunks, 0.0)
 
     def _keep(self, commit: Commit, chunks: list[bytes]) -> None:
         """Log a fetched commit, once its chunks are known to be sound."""

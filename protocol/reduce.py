@@ -20,7 +20,7 @@ import numpy as np
 from blake3 import blake3
 
 from .averaged import check, pack, size_limit
-from .codecs import MAX_MAGNITUDE, Codec
+from .codecs import MAX_MAGNITUDE, Codec, averages_codec
 from .commits import bitmap
 from .digest import BytesLike
 from .errors import NonFinite, PeerMisbehaved, StreamClosed
@@ -85,6 +85,7 @@ class Reducer:
         self._transport = transport
         self._layout = layout
         self._codec = codec
+        self._averages_codec = averages_codec(codec.name)
         self._members = list(members)
         self._me = me
         self.part = part
@@ -105,7 +106,7 @@ class Reducer:
         self._out: set[int] = set()
         self._averages: dict[int, bytes] = {}
         self._connected: dict[int, Stream] = {}
-        self._adding: dict[asyncio.Task[None], None] = {}
+        self._adding: dict[asyncio.Task[None], int | None] = {}
         self._closed = False
         self._changed = asyncio.Event()
 
@@ -131,7 +132,7 @@ class Reducer:
         """Add a contribution, whole and once. It runs to its end in a task of its own even if the member's stream
         breaks meanwhile: a thread that adds cannot be called back, and the books must say what it did."""
         task = asyncio.get_running_loop().create_task(self._add_whole(member, index, payload))
-        self._adding[task] = None
+        self._adding[task] = member
         task.add_done_callback(self._added)
         await asyncio.shield(task)
 
@@ -144,6 +145,8 @@ class Reducer:
         async with self._locks.setdefault(index, asyncio.Lock()):
             if member in self._out or index < self._low:
                 raise PeerMisbehaved(f"chunk {index} came after it was averaged without it")
+            if member in self._next and self._next[member] != index:
+                return  # it came over an earlier stream already
             into = self._sums.get(index)
             if into is None:
                 into = self._sums[index] = self._fresh(self._layout.size(index))
@@ -215,11 +218,11 @@ class Reducer:
     ) -> bytes:
         total /= np.float32(weight)
         try:
-            payload = self._codec.encode(total)
+            payload = self._averages_codec.encode(total)
         except NonFinite:
             # Each contribution was within the codec's bound; rounding may take their mean a hair beyond it.
             np.clip(total, -MAX_MAGNITUDE, MAX_MAGNITUDE, out=total)
-            payload = self._codec.encode(total)
+            payload = self._averages_codec.encode(total)
         return pack(index, contributors, weight, payload)
 
     # --- one member's stream -------------------------------------------------------------------------------------
@@ -237,6 +240,8 @@ class Reducer:
             await other.close()
         self._connected[member] = stream
         try:
+            # What an earlier stream brought is still being added: only then is it known what comes next.
+            await asyncio.gather(*(t for t, m in self._adding.items() if m == member), return_exceptions=True)
             await stream.send(encode(Welcome(roster_id, self._next.get(member, self._end))))
             await both(self._read(member, stream), self._write(stream, hello.have))
         except PeerMisbehaved as error:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .averaged import check_all
-from .codecs import MAX_MAGNITUDE, Codec
+from .codecs import MAX_MAGNITUDE, Codec, averages_codec
 from .commits import START, Position, members_in, position_of
 from .layout import ChunkLayout
 from .manifest import Manifest
@@ -42,6 +42,8 @@ class Replica:
         self.manifest = manifest
         self.layout = layout
         self.codec = codec
+        self.averages = averages_codec(codec.name)
+        """What averages travel in."""
         self.state = state
         self.position = position
         self.residual = residual
@@ -113,7 +115,7 @@ class Replica:
         for index, averaged in enumerate(check_all(body, chunks, self.layout, self.codec)):
             mean = np.empty(self.layout.size(index), np.float32) if averaged.weight else None
             if mean is not None:
-                self.codec.decode(averaged.payload, len(mean), mean)
+                self.averages.decode(averaged.payload, len(mean), mean)
             means.append(mean)
         return means
 
@@ -159,7 +161,7 @@ class Replica:
                 np.subtract(x, residual, out=residual)
             new = self.state.params[span]
             before = None if local is None or (mine and local is frozen) else new.copy()
-            self.codec.decode(averaged.payload, len(scratch), scratch)
+            self.averages.decode(averaged.payload, len(scratch), scratch)
             self.state.step(index, scratch, lr=outer.lr, mu=outer.momentum, kind=outer.optimizer)
             if local is None:
                 pass

@@ -27,8 +27,8 @@ from .reduce import Hello, Reducer, exchange
 from .replica import Replica
 from .transport import PeerId, Stream, Transport
 
-MAX_PROPOSALS = 8
-"""Bodies looked at for one roster: one leader after another may propose, and no more."""
+MAX_PROPOSALS = 2
+"""Bodies looked at for one roster from one member: each may lead, and once more after reducers were replaced."""
 MEASURABLE = 1 << 20
 """Bytes in each direction below which a round says nothing about a link."""
 CHUNK_RETRY = 0.2
@@ -64,6 +64,9 @@ class Proposal:
     """A body for this roster, with the votes seen for it."""
 
     body: Body
+    by: PeerId
+    """Who sent it first."""
+    refused: bool = False
     votes: dict[int, bytes] = field(default_factory=dict)
 
 
@@ -314,17 +317,19 @@ class Round:
             check_body(ballot.body, self.around.manifest, self.around.layout)
             if hash_of(ballot.body.seal) != self.roster_id:
                 raise PeerMisbehaved("a ballot with another roster's body")
-            if len(self.proposals) >= MAX_PROPOSALS:
-                raise PeerMisbehaved(f"more than {MAX_PROPOSALS} bodies for one roster")
-            proposal = self.proposals[commit_id] = Proposal(ballot.body)
+            by = sender or self.around.transport.peer_id
+            if sum(proposal.by == by for proposal in self.proposals.values()) >= MAX_PROPOSALS:
+                raise PeerMisbehaved(f"more than {MAX_PROPOSALS} bodies for one roster from one member", by)
+            proposal = self.proposals[commit_id] = Proposal(ballot.body, by)
             self._spawn(self._consider(commit_id, proposal))
         for vote in ballot.votes:
             if vote.member not in proposal.votes and check_vote(
                 ballot.body, commit_id, vote.member, vote.signature, self.around.signer
             ):
                 proposal.votes[vote.member] = vote.signature
-        if sender is not None and self.signed == commit_id and all(vote.member != self.me for vote in ballot.votes):
-            # The own vote has not reached the sender: a stream broke, or a daemon died with it.
+        unheard = self.signed == commit_id and all(vote.member != self.me for vote in ballot.votes)
+        if unheard and sender is not None and sender == self.peers[self.leader()]:
+            # The own vote has not reached who leads: a stream broke, or a daemon died with it.
             vote = Vote(self.me, proposal.votes[self.me])
             self.around.messenger.post(sender, Ballot(self.roster_id, ballot.body, [vote]))
         self._count(proposal)
@@ -469,10 +474,16 @@ class Round:
         if at > len(self.chunks):
             raise PeerMisbehaved("a reassignment outside the fragment")
         self._generation = message.generation
+        for commit_id, proposal in self.proposals.items():
+            if proposal.refused:
+                proposal.refused = False
+                self._spawn(self._consider(commit_id, proposal))
         for part in message.parts:
             for old in [k for k in self._work if k[0] < part.first + part.count and part.first < k[0] + k[1]]:
                 # Its reducer is silent to the leader; what it still sends would only make a second version.
                 whole = all(i in range(part.first, part.first + part.count) for i in range(old[0], old[0] + old[1]))
+                if old in self._reducer_of and self._reducer_of[old] != self.me:
+                    self.failed_reducers[self.peers[self._reducer_of[old]]] = None
                 if whole:
                     self._work.pop(old).cancel()
                     self._progress.pop(old, None)
@@ -483,8 +494,11 @@ class Round:
     async def _propose(self) -> None:
         """Propose the body: one seen already if there is any, else the one that follows from the chunks held."""
         around = self.around
-        if self.proposals:
-            proposal = max(self.proposals.values(), key=lambda p: (len(p.votes), hash_of(p.body)))
+        seen = [proposal for proposal in self.proposals.values() if proposal.votes and not proposal.refused]
+        if self.signed is not None:
+            proposal = self.proposals[self.signed]
+        elif seen:
+            proposal = max(seen, key=lambda p: (len(p.votes), hash_of(p.body)))
         else:
             entries = []
             for digest in self.chunks:
@@ -509,10 +523,15 @@ class Round:
             check_child(body, around.replica.position, around.manifest, around.layout)
             if body.state != await around.replica.digest(around.transport):
                 raise PeerMisbehaved("a body that attests another state than this peer's", self.seal.coordinator)
+            began = around.transport.now()
+            while self._foreign(body) is not None and around.transport.now() - began < self.silence / 2:
+                # News of a replaced reducer may be on its way.
+                await self._wait(self.silence * CHUNK_RETRY)
             self._compare(body)
             await self._gather(body, proposal)
             self._compare(body)
         except PeerMisbehaved as error:
+            proposal.refused = True
             around.events("refused", peer=error.peer or self.seal.coordinator, reason=str(error), round=self.seal.round)
             return
         late = around.transport.now() >= self.ends
@@ -527,10 +546,16 @@ class Round:
 
     def _compare(self, body: Body) -> None:
         """While no reducer has been replaced there is one average of each chunk: refuse a body with another."""
-        for index, entry in enumerate(body.chunks):
-            held = self.chunks[index]
-            if self._generation == 0 and held is not None and held != entry.hash:
-                raise PeerMisbehaved(f"chunk {index} is not what its reducer sent", self.seal.coordinator)
+        index = self._foreign(body)
+        if index is not None:
+            raise PeerMisbehaved(f"chunk {index} is not what its reducer sent", self.seal.coordinator)
+
+    def _foreign(self, body: Body) -> int | None:
+        """The first chunk of a body that is another than the one and only average that its reducer sent here."""
+        if self._generation > 0:
+            return None
+        pairs = enumerate(zip(self.chunks, body.chunks, strict=True))
+        return next((index for index, (held, entry) in pairs if held is not None and held != entry.hash), None)
 
     async def _gather(self, body: Body, proposal: Proposal | None) -> None:
         """Hold every chunk of a body, fetching what is lacking from members, those who signed it first.

@@ -24,6 +24,7 @@ def measure(path: str, seconds: float, device: str, data: str | None, evaluate: 
     from atoll.node.config import DataConfig, InnerConfig, ModelConfig
     from atoll.node.data import load
     from atoll.node.learner import Learner
+    from atoll.node.prepare import prepare
     from atoll.node.specs import tensor_specs
     from atoll.protocol.manifest import Manifest
     from atoll.protocol.theta0 import theta0
@@ -54,6 +55,8 @@ def measure(path: str, seconds: float, device: str, data: str | None, evaluate: 
         started = time.monotonic()
         evaluator.loss(host)
         found |= {"evaluation": time.monotonic() - started, "ngram": evaluator.ngrams()}
+        # All nodes would compile the same kernels at the same time; they find them in the cache.
+        prepare()
     return found
 
 

@@ -105,7 +105,7 @@ async def _send_lone_commits(peer: Peer, garbage: bool) -> None:
         me = Member(peer.transport.peer_id, bytes(16), 100 if garbage else 0, 1, want, 0.0, 0.0, True)
         parts = [Part(0, 0, count)] if garbage else []
         seal = Seal(
-            peer.manifest.run_id, position.head.round + 1, 0, position.head, me.peer, bytes(16), [me], parts, 8.0
+            peer.manifest.run_id, position.head.round + 1, 0, position.head, me.peer, bytes(16), [me], parts, False, 8.0
         )
         chunks = [ChunkEntry(hash_chunk(junk), bitmap([0], 1))] * count if garbage else []
         state = await peer.replica.digest(peer.transport) if garbage else bytes(32)
@@ -176,7 +176,7 @@ def forged_seal(swarm: Swarm, peer: Peer) -> None:
 
     def forge(coordinator: PeerId, call: Any) -> None:
         me = Member(coordinator, bytes(16), 0, 0, 0, 0.0, 0.0, True)
-        seal = Seal(peer.manifest.run_id, call.round, 0, call.base, coordinator, call.call, [me], [], 8.0)
+        seal = Seal(peer.manifest.run_id, call.round, 0, call.base, coordinator, call.call, [me], [], False, 8.0)
         for delay in np.arange(0.01, 0.1, 0.01):
             asyncio.get_running_loop().call_later(
                 float(delay), peer.messenger.post_all, OTHERS, Sealed(seal, bytes(32))

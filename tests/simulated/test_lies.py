@@ -13,15 +13,19 @@ from atoll.protocol.averaged import hash_chunk
 from atoll.protocol.commits import bitmap, make_body
 from atoll.protocol.control import Ballot, Call, Committed, Heard, Reassign, Release, Report, Voided
 from atoll.protocol.deadline import deadline_seconds
-from atoll.protocol.messages import ChunkEntry, Commit, Head, Member, Part, Seal, Vote, hash_of, vote_bytes
+from atoll.protocol.messages import ChunkEntry, Commit, Head, Member, Part, Seal, Vote, encode, hash_of, vote_bytes
 from atoll.protocol.peer import Peer
-from atoll.protocol.transport import PeerId
+from atoll.protocol.transfer import PROTOCOL as SYNC
+from atoll.protocol.transfer import Wait
+from atoll.protocol.transport import PeerId, Stream
 
 from .swarm import Swarm, manifest
 
 HONEST = ["p0", "p1", "p2"]
 OTHERS = [PeerId(f"sim-{name}") for name in HONEST]
 Lie = Callable[[Swarm, Peer], Any]
+LIMIT = 120.0
+"""Virtual seconds for 12 rounds; without a liar they take 28."""
 
 
 async def lie_about_rounds(swarm: Swarm, peer: Peer) -> None:
@@ -72,15 +76,17 @@ async def want_all_samples(swarm: Swarm, peer: Peer) -> None:
     await enter_with(swarm, peer, want=2**62)
 
 
-def own_commit(peer: Peer, number: int, *, state: bytes | None = None, junk: bytes | None = None) -> Commit:
+def own_commit(peer: Peer, salt: int, *, state: bytes | None = None, junk: bytes | None = None) -> Commit:
     """A commit of this peer alone on its head: valid in itself, false in what it says."""
     position, me = peer.replica.position, peer.transport.peer_id
-    member = Member(me, bytes(16), 100 if junk is not None else 0, 1, number, 0.0, 0.0, True)
+    member = Member(me, bytes(16), 100 if junk is not None else 0, 1, salt, 0.0, 0.0, True)
     count = peer.layout.count
     rules = peer.manifest
     deadline = deadline_seconds([member], peer.layout, rules.codec.name, rules.round.silence)
     parts = [Part(0, 0, count)] if junk is not None else []
-    seal = Seal(rules.run_id, position.head.round + 1, 0, position.head, me, bytes(16), [member], parts, deadline)
+    seal = Seal(
+        rules.run_id, position.head.round + 1, 0, position.head, me, bytes(16), [member], parts, False, deadline
+    )
     chunks = [ChunkEntry(hash_chunk(junk), bitmap([0], 1))] * count if junk is not None else []
     body = make_body(seal, hash_of(seal), position, state or bytes(32), chunks, rules, peer.layout)
     return Commit(body, [Vote(0, peer.signer.sign(vote_bytes(hash_of(body))))])
@@ -121,7 +127,60 @@ async def meddle_with_rounds(swarm: Swarm, peer: Peer) -> None:
     swarm.hooks.append(hook)
 
 
+async def enter_leases_with_weight(swarm: Swarm, peer: Peer) -> None:
+    """A call for leases alone freezes nobody: a weight in it would make an outer step of one peer's numbers."""
+    await enter_with(swarm, peer, weight=500)
+    await say_that_there_are_no_samples(swarm, peer)
+
+
+async def say_that_there_are_no_samples(swarm: Swarm, peer: Peer) -> None:
+    report = peer._own_report
+    peer._own_report = lambda: msgspec.structs.replace(  # type: ignore[method-assign]
+        report(), leased=0, tokens=0, steps=0, ready=False, eta=0.0
+    )
+
+
+async def flood_with_bodies(swarm: Swarm, peer: Peer) -> None:
+    """Eight bodies that are sound in themselves, right after every seal."""
+
+    def hook(name: str, event: str, fields: dict[str, Any]) -> None:
+        current = peer._round
+        if name != "p3" or event != "seal" or current is None or not current.seal.parts:
+            return
+        entries = [ChunkEntry(bytes([number]) * 32, bytes(1)) for number in range(8)]
+        for entry in entries:
+            chunks = [entry] * peer.layout.count
+            body = make_body(
+                current.seal, current.roster_id, peer.replica.position, bytes(32), chunks, peer.manifest, peer.layout
+            )
+            peer.messenger.post_all(OTHERS, Ballot(current.roster_id, body, []))
+
+    def later(name: str, event: str, fields: dict[str, Any]) -> None:
+        # The round object exists once the event's caller has gone on.
+        asyncio.get_running_loop().call_soon(hook, name, event, fields)
+
+    swarm.hooks.append(later)
+
+
+async def claim_heads_and_let_wait(swarm: Swarm, peer: Peer) -> None:
+    """Claims the best head, and answers every question about it with "wait"."""
+    claimed = Head(b"\1" * 32, 99, 2**62, 99, 99)
+    report = peer._own_report
+    peer._own_report = lambda: msgspec.structs.replace(report(), head=claimed)  # type: ignore[method-assign]
+
+    async def wait_for_ever(stream: Stream) -> None:
+        while True:
+            await stream.send(encode(Wait()))
+            await asyncio.sleep(1.0)
+
+    await peer.transport.serve(SYNC, wait_for_ever)
+
+
 LIES = [
+    enter_leases_with_weight,
+    say_that_there_are_no_samples,
+    flood_with_bodies,
+    claim_heads_and_let_wait,
     lie_about_rounds,
     claim_a_better_head,
     be_slow_beyond_reason,
@@ -147,7 +206,7 @@ def test_the_others_go_on(lie: Lie) -> None:
         while len(swarm.commits) < 4:
             await asyncio.sleep(0.1)
         await lie(swarm, swarm.life("p3").peer)
-        while not all(swarm.life(name).done for name in HONEST) and swarm.network.loop.time() < 240:
+        while not all(swarm.life(name).done for name in HONEST) and swarm.network.loop.time() < LIMIT:
             await asyncio.sleep(0.5)
 
     swarm.network.run(main())

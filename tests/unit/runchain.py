@@ -64,7 +64,7 @@ class Run:
         count = self.layout.count if weight else 0
         seal = Seal(
             self.run_id, parent.head.round + 1 + salt, 0, parent.head, members[0].peer, bytes(16), members,
-            split_parts([(True, 0.0, 0.0)] * 3, count) if weight else [], 60.0,
+            split_parts([(True, 0.0, 0.0)] * 3, count) if weight else [], False, 60.0,
         )  # fmt: skip
         everyone = bitmap(range(3), 3)
         chunks = []
