@@ -199,25 +199,22 @@ class BenchPeer:
     def _recent(self, digest: bytes) -> bytes | None:
         return None if self.current is None else self.current.held.get(digest)
 
-    async def round(self, number: int, coordinator: int = 0) -> dict[str, Any]:
+    async def round(self, number: int) -> dict[str, Any]:
         """One round with everyone, to its commit. The roster of a number is the same at every peer."""
-        from atoll.protocol.commits import split_parts
-        from atoll.protocol.deadline import deadline_seconds
-        from atoll.protocol.messages import GENESIS, Member, Seal, hash_of
+        from atoll.protocol.calling import Calling, make_seal
+        from atoll.protocol.messages import GENESIS, Member, hash_of
         from atoll.protocol.round import Round, Surroundings
+        from atoll.protocol.transport import PeerId
 
-        members = [
-            Member(peer, bytes([number] * 16), 1000, 50, 100, 0.0, 0.0, True) for peer, _ in self.book
-        ]  # fmt: skip
-        parts = split_parts([(m.reachable, m.upload, m.download) for m in members], self.layout.count)
-        deadline = deadline_seconds(members, self.layout, self.codec.name, self.manifest.round.silence)
-        seal = Seal(
-            self.manifest.run_id, number, 0, GENESIS, members[coordinator].peer, bytes([number] * 16), members, parts,
-            False, deadline,
-        )  # fmt: skip
+        members = [Member(peer, bytes([number] * 16), 1000, 50, 100, 0.0, 0.0, True) for peer, _ in self.book]
+        calling = Calling(bytes([number] * 16), number, GENESIS, set())
+        calling.entered = {PeerId(member.peer): member for member in members[1:]}
+        seal = make_seal(
+            calling, members[0], coordinator=PeerId(members[0].peer), manifest=self.manifest, layout=self.layout
+        )
         around = Surroundings(
             self.transport, self.messenger, self.signer, self.manifest, self.layout, self.replica, self._events,
-            fetch=self.fetcher.chunks, everyone=lambda: [m.peer for m in members], obsolete=lambda: False,
+            fetch=self.fetcher.chunks, everyone=lambda: [PeerId(m.peer) for m in members], obsolete=lambda: False,
         )  # fmt: skip
 
         whole = 0.0
@@ -264,7 +261,7 @@ class BenchPeer:
         chunks = self.current.averaged(self.commit)
         began = time.monotonic()
         share = await self.transport.offload(
-            self.replica.apply, self.commit.body, hash_of(self.commit.body), chunks, me=self.index,
+            self.replica.apply, self.commit.body, hash_of(self.commit.body), chunks, me=self.current.me,
             frozen=self.theta, local=self.theta,
         )  # fmt: skip
         return {"seconds": time.monotonic() - began, "share": share}

@@ -132,12 +132,13 @@ def hivemind_peer(connection: Connection, index: int, peers: int, params: int, c
 
     os.environ["HIVEMIND_LOGLEVEL"] = "ERROR"
     import hivemind
+    import hivemind.compression as compression_of
     import torch
     from blake3 import blake3
 
     codec = {
-        "none": hivemind.NoCompression, "float16": hivemind.Float16Compression,
-        "uniform8": hivemind.Uniform8BitQuantization, "blockwise": hivemind.BlockwiseQuantization,
+        "none": compression_of.NoCompression, "float16": compression_of.Float16Compression,
+        "uniform8": compression_of.Uniform8BitQuantization, "blockwise": compression_of.BlockwiseQuantization,
     }[compression]()  # fmt: skip
     span = mp.get_context("fork").Array("d", 2)
 

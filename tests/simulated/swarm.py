@@ -23,6 +23,8 @@ from atoll.protocol.store import Store
 from .island import SimulatedIsland
 
 PARAMETERS, CHUNK = 1000, 128
+CODEC_ERRORS = {"float32": 0.0, "float16": 0.002, "int8": 0.02, "int4": 0.35, "sparse": 1.5}
+"""How far a mean may be off, as a share of its largest element: twice through the codec, and what sparse leaves out."""
 
 
 def start_params() -> np.ndarray:
@@ -214,7 +216,8 @@ class Swarm:
             assert mean is not None
             expected = total / weight
             # Twice through the codec: once each contribution, once the mean.
-            allowed = 0.0 if self.manifest.codec.name == "float32" else 0.02 * float(np.abs(expected).max() + 1e-9)
+            share = CODEC_ERRORS[self.manifest.codec.name]
+            allowed = share * float(np.abs(expected).max() + 1e-9)
             error = float(np.abs(mean - expected).max())
             if error > allowed + 1e-5:
                 self.violations.append(
