@@ -22,7 +22,6 @@ class Setup(msgspec.Struct, tag="setup", frozen=True):
     inner_steps: int
     rounds: int
     device: str
-    precision: str
     threads: int | None
     micro_batch: int | None
 

@@ -18,16 +18,14 @@ def generate(
     temperature: float = 0.8,
     seed: int = 0,
     device: str = "auto",
-    *,
-    top_k: int = 0,
 ) -> str:
     """``prompt`` continued by ``tokens`` bytes, from the newest checkpoint in a folder, or the one at a file.
 
-    temperature: 0 takes the likeliest byte each time. top_k: only the k likeliest bytes, 0 for all. Bytes that are no
+    temperature: 0 takes the likeliest byte each time. Bytes that are no
     UTF-8 come out as U+FFFD. Raises :class:`CheckpointError` and :class:`ResourceError` (device).
     """
     found = load(checkpoint)
-    return sample(found.params, found.model, prompt, tokens, temperature, seed, device, top_k=top_k)
+    return sample(found.params, found.model, prompt, tokens, temperature, seed, device)
 
 
 def sample(
@@ -38,8 +36,6 @@ def sample(
     temperature: float = 0.8,
     seed: int = 0,
     device: str = "cpu",
-    *,
-    top_k: int = 0,
 ) -> str:
     """The same from a parameter vector, float32 in flat order."""
     import torch
@@ -58,8 +54,6 @@ def sample(
         for _ in range(tokens):
             window = torch.tensor([text[-model.context :]], device=where)
             logits = transformer(window)[0, -1, :256].float().cpu()
-            if top_k and top_k < logits.numel():
-                logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
             if temperature > 0:
                 following = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
             else:

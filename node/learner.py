@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Literal
 
 import numpy as np
 import torch
@@ -20,8 +19,7 @@ from .config import InnerConfig, ModelConfig
 from .data.units import Units
 from .model import Transformer
 from .optim import InnerOptimizer, progress_of_run
-
-Precision = Literal["auto", "float32", "bfloat16"]
+from .specs import ONE_THREAD_BELOW
 
 
 class Learner:
@@ -31,8 +29,8 @@ class Learner:
     :meth:`store` and :meth:`load` copy.
 
     device: ``auto`` (CUDA when there is one, else CPU), ``cpu``, ``cuda`` or ``cuda:N``; :class:`ResourceError` when
-    it is absent. precision: ``auto`` is bfloat16 autocast on CUDA and float32 on a CPU. micro_batch: sequences that go
-    through the model at once; the gradient of a step is always that of the whole batch.
+    it is absent. Steps run in bfloat16 autocast on CUDA and in float32 on a CPU. micro_batch: sequences that go through
+    the model at once; the gradient of a step is always that of the whole batch.
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class Learner:
         host: NDArray[np.float32],
         *,
         device: str = "auto",
-        precision: Precision = "auto",
         micro_batch: int | None = None,
     ) -> None:
         self.device = choose_device(device)
@@ -60,8 +57,7 @@ class Learner:
         self.optimizer = InnerOptimizer(self.model, inner)
         self.micro_batch = min(micro_batch or inner.batch, inner.batch)
         self.tokens_per_step = inner.batch * model.context
-        low = precision == "bfloat16" or (precision == "auto" and self.device.type == "cuda")
-        self.dtype = torch.bfloat16 if low else torch.float32
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.skipped = 0
         """Steps without an update, because the gradient was not finite."""
 
@@ -144,4 +140,4 @@ def choose_device(name: str) -> torch.device:
 def default_threads(parameters: int) -> int:
     """Threads that pay for a model of that size on a CPU: one for the small ones, else every core we may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 1 if parameters < 2_000_000 else cores
+    return 1 if parameters < ONE_THREAD_BELOW else cores

@@ -179,6 +179,11 @@ def verify(manifest: Manifest) -> Tables:
             f"round.max_lease = {round_.max_lease} is below inner_steps × batch = {units}: no peer could ever finish "
             "its inner steps"
         )
+    if round_.first_lease // 2 < tables.inner.batch:
+        problems.append(
+            f"round.first_lease = {round_.first_lease} is below two steps of batch = {tables.inner.batch} samples: a newcomer "
+            "could not take a step"
+        )
     if tables.data.files is None:
         problems.append("data.files: missing; expected the hash of the files, for all peers must train on the same")
     if problems:

@@ -54,8 +54,6 @@ class Session:
 
     def event(self, event: str, /, **fields: Any) -> None:
         """Write an event; a field called ``peer`` is about another peer and is logged as ``from``."""
-        if "peer" in fields:
-            fields["from"] = fields.pop("peer")
         self.log.write(event, **fields)
 
 

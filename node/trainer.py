@@ -25,7 +25,7 @@ from atoll.protocol.messages import Span
 from .channel import Failed, Freeze, Frozen, Grant, Ready, Resume, Revoke, Setup, ToChild, line, to_parent
 from .config import DataConfig, InnerConfig, ModelConfig
 from .sharedmem import SharedMemory
-from .specs import count_parameters
+from .specs import ONE_THREAD_BELOW, count_parameters
 
 Log = Callable[[str, dict[str, Any]], None]
 
@@ -65,7 +65,6 @@ class TrainerProcess(Island):
         rounds: int,
         *,
         device: str = "auto",
-        precision: str = "auto",
         threads: int | None = None,
         micro_batch: int | None = None,
         log: Log | None = None,
@@ -86,7 +85,6 @@ class TrainerProcess(Island):
             inner_steps=inner_steps,
             rounds=rounds,
             device=device,
-            precision=precision,
             threads=threads,
             micro_batch=micro_batch,
         )
@@ -129,8 +127,6 @@ class TrainerProcess(Island):
         threads: int | None = None,
         micro_batch: int | None = None,
         log: Log | None = None,
-        *,
-        precision: str = "auto",
     ) -> TrainerProcess:
         """Start a child and wait until it is ready (2 to 10 s: it imports torch).
 
@@ -147,7 +143,6 @@ class TrainerProcess(Island):
             inner_steps,
             rounds,
             device=device,
-            precision=precision,
             threads=threads,
             micro_batch=micro_batch,
             log=log,
@@ -185,7 +180,7 @@ class TrainerProcess(Island):
             steps=counters.steps,
             tokens=counters.tokens,
             units=counters.units,
-            leased=self._leased(),
+            leased=self._leased() // self._batch * self._batch,
             step_time=counters.step_time,
             loss=counters.loss if counters.loss == counters.loss else None,
             fields={
@@ -328,7 +323,7 @@ class TrainerProcess(Island):
         ours.setblocking(False)
         setup = self._setup
         environment = dict(os.environ)
-        if setup.threads is not None or setup.parameters < SMALL:
+        if setup.threads is not None or setup.parameters < ONE_THREAD_BELOW:
             environment["OMP_NUM_THREADS"] = str(setup.threads or 1)
         with theirs, contextlib.ExitStack() as on_error:
             on_error.callback(ours.close)
@@ -439,10 +434,6 @@ class TrainerProcess(Island):
         elif not self._end.done():
             self._log("warning", {"message": f"giving up: {failure}"})
             self._end.set_result(failure)
-
-
-SMALL = 2_000_000
-"""Parameters below which one thread is faster than several on a CPU."""
 
 
 async def _tail(stream: asyncio.StreamReader | None) -> str:

@@ -78,7 +78,6 @@ class Worker:
             corpus.train,
             self.memory.array,
             device=setup.device,
-            precision=setup.precision,  # type: ignore[arg-type]
             micro_batch=setup.micro_batch,
         )
         self.batch = self.learner.inner.batch

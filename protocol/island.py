@@ -25,7 +25,7 @@ class Progress:
     units: int = 0
     """Sample units in those steps."""
     leased: int = 0
-    """Sample units leased and not yet used."""
+    """Sample units leased and not yet used, without a rest that is too small for a step."""
     step_time: float = 0.0
     """Seconds per inner step, an exponential average; 0 before the first step."""
     loss: float | None = None

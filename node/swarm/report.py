@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,9 +102,7 @@ def build_report(
 def write_json(path: Path, value: Any) -> None:
     """Write atomically: a reader sees the old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
-    temporary.replace(path)
+    replace_file(path, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
 
 
 def summary(report: Mapping[str, Any]) -> list[str]:
