@@ -181,8 +181,8 @@ def verify(manifest: Manifest) -> Tables:
         )
     if round_.first_lease // 2 < tables.inner.batch:
         problems.append(
-            f"round.first_lease = {round_.first_lease} is below two steps of batch = {tables.inner.batch} samples: a newcomer "
-            "could not take a step"
+            f"round.first_lease = {round_.first_lease} is below two steps of batch = {tables.inner.batch} samples: a "
+            "newcomer might never take one"
         )
     if tables.data.files is None:
         problems.append("data.files: missing; expected the hash of the files, for all peers must train on the same")

@@ -8,6 +8,9 @@ from atoll.protocol.theta0 import TensorSpec, elements
 
 from .config import ModelConfig
 
+ONE_THREAD_BELOW = 2_000_000
+"""Parameters below which one thread is faster than several on a CPU."""
+
 
 def tensor_specs(config: ModelConfig) -> list[TensorSpec]:
     """The parameters in the order in which they lie in the flat float32 vector.

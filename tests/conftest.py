@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
 ORDER = ("unit", "simulated", "real")
+
+# Two busy cores say nothing about the code: only what is wrong may fail a property.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 def _folder(item: pytest.Item) -> str:

@@ -170,6 +170,8 @@ def _make_folder(options: SwarmOptions, name: str) -> Path:
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     out = options.out if options.out is not None else Path("runs") / f"{name}-{stamp}"
     try:
+        if options.out is None and out.exists():  # another swarm was started within this second
+            out = out.with_name(f"{out.name}-{os.getpid()}")
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
             raise StateError(f"{out} is not empty; choose another folder with --out, or remove it")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.node.console import human_bytes
+from atoll.protocol.disk import replace_file
 
 from .ledger import Ledger
 from .table import exit_text, human_count, human_time

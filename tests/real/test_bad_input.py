@@ -260,9 +260,9 @@ def test_data_of_commands_that_make_runs(world: World, command: str) -> None:
 # ---------------------------------------------------------------------- checkpoints and state folders
 
 
-def saved(folder: Path, model: dict[str, int] | None = None) -> Path:
-    table = ModelConfig.from_table(model or MODEL)
-    metadata = checkpoint.Metadata("ab" * 32, "small", table.to_table(), 3, 2, 100, "cd" * 32)
+def saved(folder: Path, run: str = "ab" * 32) -> Path:
+    table = ModelConfig.from_table(MODEL)
+    metadata = checkpoint.Metadata(run, "small", table.to_table(), 3, 2, 100, "cd" * 32)
     return checkpoint.save(folder, np.zeros(count_parameters(table), np.float32), metadata)
 
 
@@ -291,7 +291,7 @@ def of_another_model(folder: Path) -> Path:
 def of_another_run(folder: Path) -> Path:
     """The tensors of one checkpoint beside the metadata of another."""
     path = saved(folder)
-    other = saved(folder.with_name(f"{folder.name}-2"), MODEL | {"layers": 2})
+    other = saved(folder.with_name(f"{folder.name}-2"), "ef" * 32)
     shutil.copy(other, path)
     return path
 
@@ -307,7 +307,7 @@ def not_there(folder: Path) -> Path:
         (truncated, ["truncated", "expected"]),
         (damaged, ["damaged"]),
         (of_another_model, ["other tensors than its model", "width 64"]),
-        (of_another_run, ["bytes"]),
+        (of_another_run, ["is of run efefef", "of run ababab"]),
         (not_there, ["no checkpoint", "step-"]),
     ],
 )

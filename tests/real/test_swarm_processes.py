@@ -7,6 +7,7 @@ and started again. Each test leaves the run as it found it, or with more nodes, 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import statistics
@@ -113,10 +114,13 @@ def next_commit(survivor: Process, since: float, without: str = "") -> float:
     bound = max(event["bound"] for event in survivor.all("seal") if event["t"] <= commit["t"])
     took = commit["t"] - since
     assert took <= (voids + 1) * bound + 3 * phase, survivor.story()
-    # Every roster ended within its own bound, too.
+    # Every roster ended within its own bound, too: void, or with a commit of its round or of a later one.
+    now = survivor.poll()[-1]["t"]
+    commits = survivor.all("commit") + survivor.all("resync")
     for seal in survivor.all("seal"):
-        ends = [e["t"] for e in survivor.all("commit") + survivor.all("void") if e["round"] == seal["round"]]
-        assert not ends or min(ends) - seal["t"] <= seal["bound"], survivor.story()
+        ends = [e["t"] for e in survivor.all("void") if e["roster"] == seal["roster"]]
+        ends += [e["t"] for e in commits if e["t"] >= seal["t"] and e["round"] >= seal["round"]]
+        assert min(ends, default=now) - seal["t"] <= seal["bound"], f"{seal}\n{survivor.story()}"
     print(f"next commit after {took:.1f} s, {voids} void rosters, bound {bound:.1f} s")
     return took
 
@@ -288,6 +292,19 @@ def test_a_killed_trainer_is_started_again(swarm: Swarm) -> None:
     agree(swarm)
 
 
+def test_a_node_whose_trainer_cannot_be_started_again_ends_and_says_so(swarm: Swarm) -> None:
+    data = text_folder(swarm.here.folder / "text-of-g")
+    victim = swarm.start("g", "--data", str(data))
+    contributes(swarm, victim)
+    shutil.rmtree(data)
+    os.kill(victim.trainer(), signal.SIGKILL)
+    assert victim.ended(BACK) == 5, victim.story()
+    (said,) = victim.err.read_text().splitlines()
+    assert said.startswith("atoll: error: the trainer was started 2 times in a row and failed again:")
+    assert victim.all("exit", code=5)
+    agree(swarm)
+
+
 def test_the_run_goes_on_without_its_bootstrap_and_meets_it_again(swarm: Swarm) -> None:
     a, other = swarm.nodes["a"], node(swarm, "d")
     other.wait("peers on disk", lambda: (other.state / "peers").exists())
@@ -315,17 +332,21 @@ def test_the_run_goes_on_without_its_bootstrap_and_meets_it_again(swarm: Swarm) 
 
 
 def leaves(swarm: Swarm, process: Process, number: int, before: set[Path]) -> None:
-    """Signal a process, and see that it ends in time, with 130, and leaves nothing."""
+    """Signal a process, and see that it ends in time, as documented, and leaves nothing."""
     pids, held = [process.pid, *process.below()], process.note_sockets()
     began = time.monotonic()
     process.signal(number)
-    left(swarm, process, began, pids, held, before)
+    left(swarm, process, began, pids, held, before, number)
 
 
-def left(swarm: Swarm, process: Process, began: float, pids: list[int], held: leaks.Sockets, before: set[Path]) -> None:
+def left(
+    swarm: Swarm, process: Process, began: float, pids: list[int], held: leaks.Sockets, before: set[Path], number: int
+) -> None:
     code = process.ended(LEAVE)
     took = time.monotonic() - began
-    assert code == 130, process.story()
+    expected = 0 if number == signal.SIGTERM else 130
+    assert code == expected, process.story()
+    assert all(event["code"] == expected for event in process.all("exit"))
     assert took < LEAVE
     nothing_left(process, pids, held, 1.0)
     assert set(swarm.here.temporary.iterdir()) <= before
@@ -368,7 +389,7 @@ def test_sigterm_while_averaging(swarm: Swarm) -> None:
     since, began = time.time(), time.monotonic()
     victim.signal(signal.SIGTERM)
     victim.signal(signal.SIGCONT)
-    left(swarm, victim, began, pids, held, before)
+    left(swarm, victim, began, pids, held, before, signal.SIGTERM)
     next_commit(a, since, without=victim.peer)
     agree(swarm)
 
@@ -386,7 +407,7 @@ def test_leaving_twice_is_leaving(swarm: Swarm) -> None:
         victim.signal(signal.SIGTERM)
         victim.poll()
         time.sleep(0.05)  # the rhythm of the keys, not a synchronisation
-    left(swarm, victim, began, pids, held, before)
+    left(swarm, victim, began, pids, held, before, signal.SIGINT)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,14 @@ def test_another_run_model_or_format_is_refused(tmp_path: Path) -> None:
         load(path)
 
 
+def test_the_files_of_two_runs_are_told_apart(tmp_path: Path) -> None:
+    path = save(tmp_path / "a", PARAMS, META)
+    other = save(tmp_path / "b", PARAMS, replace(META, run="ef" * 32))
+    path.write_bytes(other.read_bytes())
+    with pytest.raises(CheckpointError, match="is of run efefefefefefefef…, but the metadata beside it of run abab"):
+        load(path)
+
+
 def test_a_disk_that_takes_nothing_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, PARAMS, META)
 

@@ -76,6 +76,8 @@ def test_what_the_protocol_cannot_see(corpus: Path) -> None:
         verify(manifest.replace(state={"parameters": 7}))
     with pytest.raises(ManifestError, match=r"max_lease = 100 is below inner_steps × batch = 200"):
         verify(manifest.replace(round={"first_lease": 100, "max_lease": 100}))
+    with pytest.raises(ManifestError, match=r"first_lease = 7 is below two steps of batch = 4"):
+        verify(manifest.replace(round={"first_lease": 7}))
     with pytest.raises(ManifestError, match=r"model\.widht: unknown key; did you mean 'width'"):
         verify(manifest.replace(model={"widht": 3}))
     with pytest.raises(ManifestError) as caught:
