@@ -40,6 +40,12 @@ swarm: $(STAMP) ## train a model with four nodes on this machine, about four min
 test: $(STAMP) ## all tests: unit, simulated swarm, real processes
 	$(BIN)/python -m pytest --durations=15 $(ARGS)
 
+.PHONY: churn
+churn: $(STAMP) ## simulated swarms under crashes, freezes and cuts, a fixed set of seeds, about half a minute
+	$(BIN)/python -m tests.churn --peers 3 --hours 0.2 --every 40 --back 15 --seeds 4
+	$(BIN)/python -m tests.churn --peers 8 --hours 0.1 --every 30 --back 20 --seeds 5
+	$(BIN)/python -m tests.churn --peers 32 --hours 0.04 --every 15 --back 20 --seed 3
+
 .PHONY: lint
 lint: $(STAMP) ## ruff: rules and formatting
 	$(BIN)/ruff check .

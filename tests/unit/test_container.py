@@ -162,6 +162,14 @@ def test_compose_has_one_bootstrap_and_three_nodes_with_state_of_their_own() -> 
     assert "/dns4/bootstrap/tcp/31330" in found["bootstrap"]["environment"]["ATOLL_ANNOUNCE"]
 
 
+def test_compose_gives_gpus_to_the_nodes_and_to_nothing_else() -> None:
+    more = yaml.safe_load((DOCKER / "compose.cuda.yaml").read_text(encoding="utf-8"))["services"]
+    assert sorted(more) == sorted(name for name in services() if name != "bootstrap")
+    for service in more.values():
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+
+
 def test_compose_publishes_to_this_machine_only_by_default() -> None:
     assert services()["bootstrap"]["ports"] == ["${ATOLL_PUBLISH:-127.0.0.1}:31330:31330"]
 
