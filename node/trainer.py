@@ -49,11 +49,12 @@ STDERR_TAIL = 4000
 class TrainerProcess(Island):
     """One trainer child. Make it with :meth:`start`; end it with :meth:`close`.
 
-    When the child dies, ``local`` holds the last state that is known (on a CPU the parameters after its last step, on
-    CUDA those of the last freeze or resume) and the counters tell of that state; sample units that the child had
-    taken are never handed out again. If nobody asked for a freeze in between, the next child just trains on. If
-    :meth:`freeze` raised :class:`ResourceError`, the island stays frozen until :meth:`resume`: the caller may write
-    ``local`` first (``reload=True``), or freeze again to take what is there.
+    When the child dies, ``local`` holds the last state that is known (on a CPU the parameters as its last step left
+    them, half an update included if it was killed in the middle of one; on CUDA those of the last freeze or resume) and
+    the counters tell of that state; sample units that the child had taken are never handed out again. If nobody asked
+    for a freeze in between, the next child just trains on. If :meth:`freeze` raised :class:`ResourceError`, the
+    island stays frozen until :meth:`resume`: the caller may write ``local`` first (``reload=True``), or freeze again
+    to take what is there.
     """
 
     def __init__(

@@ -607,10 +607,6 @@ class SimNetwork(WireObserver):
         self.changed()
         return host
 
-    def by_peer(self, peer: PeerId) -> SimHost:
-        """The host with this peer id."""
-        return self._by_peer[peer]
-
     def run(self, main: Coroutine[Any, Any, T], *, limit: float | None = None) -> T:
         """Run ``main``, under no host, to its end and close the loop; see :func:`atoll.protocol.simloop.run`."""
         return run_loop(main, self.loop, limit=limit)
@@ -712,10 +708,6 @@ class SimNetwork(WireObserver):
     def at(self, when: float, action: Callable[[], object]) -> None:
         """Do ``action`` at the virtual second ``when``, under no host."""
         self.loop.kernel_at(when, action)
-
-    def on_event(self, hook: EventHook) -> None:
-        """Call ``hook(host, name, fields)`` for every event that a host reports, from within its code."""
-        self._hooks.append(hook)
 
     def when(
         self,

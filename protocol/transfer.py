@@ -76,31 +76,31 @@ class GetManifest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 Request = GetHeads | GetChain | GetHashes | GetBlob | GetChunk
 
 
-class Heads(msgspec.Struct, array_like=True, frozen=True, tag="heads"):
+class Heads(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="heads"):
     best: Head
     """The best head whose state can be had from this donor."""
     checkpoints: Annotated[list[Head], msgspec.Meta(max_length=MAX_HELD)]
     """The commits whose checkpoints it holds."""
 
 
-class Chain(msgspec.Struct, array_like=True, frozen=True, tag="chain"):
+class Chain(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="chain"):
     commits: Annotated[list[bytes], msgspec.Meta(max_length=PAGE_COMMITS)]
     """Encoded commits, by height, without a gap. When the last is not the head, ask again from the next height."""
 
 
-class Data(msgspec.Struct, array_like=True, frozen=True, tag="data"):
+class Data(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="data"):
     data: bytes
 
 
-class Missing(msgspec.Struct, array_like=True, frozen=True, tag="missing"):
+class Missing(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="missing"):
     """What was asked for is not here (any more)."""
 
 
-class Wait(msgspec.Struct, array_like=True, frozen=True, tag="wait"):
+class Wait(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="wait"):
     """A sign of life: the answer is still to come."""
 
 
-class Refused(msgspec.Struct, array_like=True, frozen=True, tag="refused"):
+class Refused(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="refused"):
     """No answer, and the stream ends: the donor is busy, or does not admit the client."""
 
     reason: Annotated[str, msgspec.Meta(max_length=200)]

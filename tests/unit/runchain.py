@@ -9,6 +9,7 @@ import numpy as np
 from atoll.protocol.averaged import hash_chunk, pack
 from atoll.protocol.codecs import get_codec
 from atoll.protocol.commits import START, Position, bitmap, make_body, position_of, split_parts
+from atoll.protocol.deadline import deadline_seconds
 from atoll.protocol.identity import FastSigner
 from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.manifest import Manifest
@@ -62,9 +63,10 @@ class Run:
         rng = np.random.default_rng([self.seed, parent.head.height, salt])
         members = [Member(str(s.peer_id), bytes(16), weight, 4, 3, 0.0, 0.0, True) for s in self.signers]
         count = self.layout.count if weight else 0
+        due = deadline_seconds(members, self.layout, self.manifest.codec.name, self.manifest.round.silence)
         seal = Seal(
             self.run_id, parent.head.round + 1 + salt, 0, parent.head, members[0].peer, bytes(16), members,
-            split_parts([(True, 0.0, 0.0)] * 3, count) if weight else [], False, 60.0,
+            split_parts([(True, 0.0, 0.0)] * 3, count) if weight else [], False, due,
         )  # fmt: skip
         everyone = bitmap(range(3), 3)
         chunks = []
