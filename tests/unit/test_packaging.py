@@ -269,3 +269,27 @@ def test_smoke_check_sees_faults(changes: dict[str, Any], word: str | None, tmp_
     done = subprocess.run([sys.executable, str(script), str(path)], capture_output=True, text=True)
     assert done.returncode == (0 if word is None else 1)
     assert word is None or word in done.stderr
+
+
+@checkout
+def test_links_between_the_documents_lead_somewhere() -> None:
+    documents = [*TREE.glob("*.md"), *(TREE / "docs").rglob("*.md")]
+    assert len(documents) > 8
+    broken = []
+    for document in documents:
+        for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
+            path, _, anchor = target.partition("#")
+            if "://" in target or target.startswith("mailto:"):
+                continue
+            file = document.parent / path if path else document
+            if not file.exists():
+                broken.append(f"{document.relative_to(TREE)}: {target}")
+            elif anchor and anchor not in anchors(file):
+                broken.append(f"{document.relative_to(TREE)}: no heading for {target}")
+    assert not broken
+
+
+def anchors(document: Path) -> set[str]:
+    """The names under which a document's headings can be linked to."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
