@@ -89,6 +89,8 @@ DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
 def read_address(text: str) -> str:
     """``text`` itself, or what stands in the file behind ``@``. Raises :class:`UsageError`."""
     if not text.startswith("@"):
+        if "@" not in text and Path(text).is_file():
+            raise UsageError(f"{text} is a file; write @{text} to read the run address from it")
         return text.strip()
     path = Path(text[1:])
     try:

@@ -48,7 +48,8 @@ def describe(event: dict[str, Any]) -> str | None:
             f"device {event.get('device', '?')}"
         )
     if kind == "state":
-        return f"now {event.get('state')}"
+        reason = event.get("reason")
+        return f"now {event.get('state')}" + (f": {reason}" if reason else "")
     if kind == "seal":
         members = event.get("members") or []
         return (

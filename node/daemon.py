@@ -184,7 +184,7 @@ def _tell_progress(session: Session, peer: Peer, island: Island | None) -> None:
         tokens=progress.tokens, contributed=peer.contributed, loss=progress.loss,
         tokens_per_s=progress.fields.get("tokens_per_s", 0.0), step_time=progress.step_time,
         leased=progress.leased, bytes_sent=session.transport.bytes_sent,
-        bytes_received=session.transport.bytes_received, peers=len(peer.directory.known),
+        bytes_received=session.transport.bytes_received, peers=peer.company,
     )  # fmt: skip
 
 

@@ -61,10 +61,11 @@ def new(
     seed: Annotated[int | None, typer.Option(help="Seed of the initial parameters.", show_default="0")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
 ) -> int:
-    """Write a new manifest, complete, with a comment at every field.
+    """Write a new manifest, complete, with comments.
 
-    Edit it to taste, then sign it. After changing the model, delete parameters, chunk and theta0 in [state], after
-    changing batch or inner_steps weight_cap, first_lease and max_lease in [round]: signing computes them again.
+    Edit it to taste, then sign it. After changing the model, delete parameters, chunk and theta0 in the state table;
+    after changing batch or inner_steps, delete weight_cap, first_lease and max_lease in the round table: signing
+    computes them again.
 
     Examples:
 

@@ -1,7 +1,8 @@
 """An averaged chunk as bytes: the unit that a commit names by hash, that donors serve and that everyone decodes.
 
 Layout, big-endian: version u8 (1), bitmap length u8, chunk index u32, sum of weights u64, bitmap, then the mean in
-the run's codec (or the one in which its averages travel: int8 for sparse contributions). A chunk that nobody contributed to has an empty bitmap value, weight 0 and no payload.
+the run's codec (or the one in which its averages travel: int8 for sparse contributions). A chunk that nobody
+contributed to has an empty bitmap value, weight 0 and no payload.
 """
 
 from __future__ import annotations

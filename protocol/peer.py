@@ -291,10 +291,10 @@ class Peer:
             for other in list(self._tasks):
                 other.cancel()
 
-    def _set_state(self, state: State) -> None:
+    def _set_state(self, state: State, reason: str = "") -> None:
         if state != self.state:
             self.state = state
-            self._events("state", state=state)
+            self._events("state", state=state, **({"reason": reason} if reason else {}))
             self.directory.publish_soon()
 
     def _refuse(self, peer: PeerId, reason: str) -> None:
@@ -517,6 +517,7 @@ class Peer:
             now = self.transport.now()
             ready_since = (ready_since or now) if report.ready else None
             self._note_readiness(report)
+            self._say_whether_it_trains(report)
             if (report.head, report.ready) != told or now >= told_at + every:
                 others = [peer for peer in self._ordered() if peer != self.transport.peer_id]
                 # Whoever has waited long tells everyone: views of the order may differ.
@@ -532,6 +533,23 @@ class Peer:
                     await self._report_now.wait()
             except TimeoutError:
                 pass
+
+    def _say_whether_it_trains(self, report: Report) -> None:
+        """Without samples a peer stands still until a commit brings some; it must not look as if it trained."""
+        if self._round is not None or self.state not in ("training", "waiting"):
+            return
+        if report.leased:
+            self._set_state("training")
+        elif self.transport.now() - self._base_since > self._silence:
+            live, quorum = len(self._live()), self.manifest.round.quorum
+            missing = f"{live} of {quorum} peers that a round needs are here" if live < quorum else "for a round"
+            self._set_state("waiting", missing)
+
+    @property
+    def company(self) -> int:
+        """Other peers of the run that were heard lately."""
+        since = float("-inf")
+        return sum(self.messenger.silent_for(peer, since) <= 3 * self._silence for peer in self.directory.known)
 
     def _note_readiness(self, report: Report) -> None:
         if report.head == self.head and (report.ready or not (report.leased or report.tokens)):

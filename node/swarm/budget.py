@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SAFETY = 0.88
+SAFETY = 0.84
 """Share of the estimated time that is planned with; the rest absorbs noise of the machine."""
 
 

@@ -128,7 +128,9 @@ def _run(run: _Run, manifest: Manifest) -> int:
         started=run.started,
         deadline=run.started + plan.total,
         bars=run.bars,
-        join=f"atoll node @{_short_path(run.out / 'address')}",
+        join=f"{_short_path(Path(sys.argv[0]))} node @{_short_path(run.out / 'address')}"
+        if Path(sys.argv[0]).name == "atoll"
+        else f"{sys.executable} -m atoll node @{_short_path(run.out / 'address')}",
     )
     interrupted = _watch(run, header, manifest, plan)
     if interrupted:

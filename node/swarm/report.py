@@ -122,10 +122,12 @@ def summary(report: Mapping[str, Any]) -> list[str]:
         + (f" (they differ at {report['unequal_rounds']})" if report["unequal_rounds"] else "")
         + ("" if report["digests_compared"] else " (none was logged)"),
     ]
+    between = (report["seconds_between_commits"] or {}).get("p50")
     if pace is not None:
         lines.append(
-            f"a round took {pace:.1f} s (median)"
-            + (f" and {human_bytes(sum(traffic) / len(traffic))} of payload from all nodes" if traffic else "")
+            (f"a round took {between:.1f} s (median), " if between is not None else "")
+            + f"{pace:.1f} s of it averaging"
+            + (f"; all nodes together sent {human_bytes(sum(traffic) / len(traffic))} a round" if traffic else "")
         )
     if report["void_rosters"]:
         lines.append(f"rosters that went void: {len(report['void_rosters'])}")
