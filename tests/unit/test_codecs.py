@@ -153,7 +153,7 @@ def compare(codec: Codec, values: Floats, weight: float) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(values=vectors, weight=st.floats(0, MAX_WEIGHT))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @example(values=np.array([65520], np.float32), weight=1.0)
 def test_any_vector(name: str, values: Floats, weight: float) -> None:
     codec = get_codec(name)
@@ -190,7 +190,7 @@ def test_any_stretches(n: int, seed: int, kind: str) -> None:
 
 
 @given(values=vectors, data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_any_damage_to_a_sparse_payload_is_read_or_refused_alike(values: Floats, data: st.DataObject) -> None:
     """Random bytes are hardly ever valid indices; a payload with one damaged byte often is."""
     codec = get_codec("sparse")
@@ -213,7 +213,7 @@ def test_any_damage_to_a_sparse_payload_is_read_or_refused_alike(values: Floats,
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data(), n=st.integers(1, 200))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_any_bytes_are_read_or_refused_alike(name: str, data: st.DataObject, n: int) -> None:
     codec = get_codec(name)
     payload = data.draw(st.binary(min_size=codec.encoded_size(n), max_size=codec.encoded_size(n)))

@@ -40,7 +40,7 @@ def test_the_same_bytes_for_special_vectors(device: str, name: str, vector: str)
 
 @pytest.mark.parametrize("name", NAMES)
 @given(values=vectors)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_the_same_bytes_for_any_vector(name: str, values: Floats) -> None:
     for device in DEVICES:
         same(name, values, device)
