@@ -11,6 +11,7 @@ import gc
 import os
 import tempfile
 import time
+import weakref
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -229,8 +230,6 @@ class BenchPeer:
         profile = cProfile.Profile() if self.options.get("profile") and self.index == 1 else None
         sent = self.transport.bytes_sent
         used = cpu(os.getpid()), cpu(self.transport.daemon_pid or 0)
-        self.current = self.commit = None  # what an earlier round held is let go before this one begins
-        gc.collect()
         began = time.monotonic()
         current = Timed(around, seal, bytes(64), hash_of(seal), self.theta)
         self.current = current
@@ -253,6 +252,15 @@ class BenchPeer:
             "contributors": len(commit.votes),
             "cpu": cpu(os.getpid()) - used[0], "daemon_cpu": cpu(self.transport.daemon_pid or 0) - used[1],
         }  # fmt: skip
+
+    async def let_go(self) -> None:
+        """Wait until nothing of an earlier round is left: its averages stay for T, for whoever still reads them."""
+        before = None if self.current is None else weakref.ref(self.current)
+        self.current = self.commit = None
+        deadline = time.monotonic() + 2 * self.manifest.round.silence
+        while before is not None and before() is not None and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+            gc.collect()
 
     async def apply(self) -> dict[str, Any]:
         """Apply the last round's commit, as a peer that has paused since the freeze does."""

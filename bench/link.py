@@ -34,7 +34,7 @@ def measure(mbit: float, rtt: float, options: argparse.Namespace) -> Row:
     peers = options.peers
     params = options.params or int(MILLIONS.get(mbit, 10) * 1e6)
     with Network(peers, mbit, rtt) as network:
-        measured = max(round_trips(network, [(0, peers - 1)]), default=float("nan"))
+        measured = max(round_trips(network, [(0, peers - 1)]), default=None)
         setup: dict[str, Any] = {
             "peers": peers, "params": params, "codec": options.codec, "chunk": options.chunk,
             "hosts": network.addresses, "namespaces": network.names,
@@ -46,6 +46,7 @@ def measure(mbit: float, rtt: float, options: argparse.Namespace) -> Row:
             raw = max(end for _, end in raw_spans) - min(begin for begin, _ in raw_spans)
             best: Row = {}
             for repeat in range(options.repeats):
+                crew.ask("let_go")
                 answers = crew.ask("round", repeat + 1)
                 began = min(answer["began"] for answer in answers)
                 row = {
@@ -57,7 +58,8 @@ def measure(mbit: float, rtt: float, options: argparse.Namespace) -> Row:
                 best = row if not best or row["seconds"] < best["seconds"] else best
     ideal = size / (mbit * 1e6 / 8)
     return best | {
-        "mbit": mbit, "rtt_ms": 1000 * rtt, "measured_ms": 1000 * measured, "peers": peers, "params": params,
+        "mbit": mbit, "rtt_ms": 1000 * rtt, "measured_ms": measured and 1000 * measured,
+        "peers": peers, "params": params,
         "millions": params / 1e6, "codec": options.codec, "encoded": encoded, "ideal": ideal,
         "ratio": (best["seconds"] - 2 * rtt) / ideal, "raw_ratio": (raw - 2 * rtt) / ideal,
     }  # fmt: skip

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
 import sys
 import time
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ COLUMNS = [
     ("mb_per_s", "MB/s", ".0f"), ("bytes_ratio", "bytes/ideal", ".4f"), ("memory_mb", "extra MB", ".0f"),
     ("memory_ratio", "of encoded", ".2f"), ("apply_memory_mb", "in apply", ".0f"), ("error", "rel. error", ".2e"),
     ("identical", "identical", ""), ("times_raw", "x raw", ".2f"), ("speedup", "faster", ".2f"),
-    ("memory_share", "memory", ".2f"), ("cpu", "CPU s", ".1f"), ("daemon_cpu", "p2pd", ".1f"),
+    ("memory_share", "memory", ".2f"), ("cpu", "CPU s", ".1f"), ("daemon_cpu", "p2pd", ".1f"), ("load", "load", ".1f"),
 ]  # fmt: skip
 
 
@@ -83,6 +85,7 @@ def measure_atoll(peers: int, params: int, codec: str, options: argparse.Namespa
         raw, rounds, memory = [], [], []
         start: Memory | None = None
         for repeat in range(options.repeats):
+            crew.ask("let_go")
             size = round(ideal / peers / (peers - 1) / 2)
             answers = crew.ask("raw", size)
             raw.append(max(end for _, end in answers) - min(begin for begin, _ in answers))
@@ -104,7 +107,13 @@ def measure_atoll(peers: int, params: int, codec: str, options: argparse.Namespa
         judged = crew.ask("judge")
     median = sorted(rounds, key=lambda r: r["seconds"])[(len(rounds) - 1) // 2]
     raw_seconds = statistics.median_low(raw)
-    common = {"peers": peers, "params": params, "millions": params / 1e6, "encoded": encoded}
+    common = {
+        "load": os.getloadavg()[0],
+        "peers": peers,
+        "params": params,
+        "millions": params / 1e6,
+        "encoded": encoded,
+    }
     return [
         common | {"system": "raw streams", "codec": codec, "seconds": raw_seconds, "all": raw,
                   "mb_per_s": ideal / 1e6 / raw_seconds, "times_raw": 1.0},
@@ -140,7 +149,8 @@ def hivemind_peer(connection: Connection, index: int, peers: int, params: int, c
         "none": compression_of.NoCompression, "float16": compression_of.Float16Compression,
         "uniform8": compression_of.Uniform8BitQuantization, "blockwise": compression_of.BlockwiseQuantization,
     }[compression]()  # fmt: skip
-    span = mp.get_context("fork").Array("d", 2)
+    mp.set_start_method("fork", force=True)  # hivemind cannot be started in any other way
+    span = mp.Array("d", 2)
 
     class Timed(hivemind.DecentralizedAverager):
         async def _aggregate_with_group(self, *arguments: Any, **more: Any) -> Any:
@@ -208,7 +218,8 @@ def measure_hivemind(peers: int, params: int, compression: str, codec: str, opti
         judged = crew.ask("judge")
     median = statistics.median_low(seconds)
     return {
-        "system": f"hivemind {compression}", "codec": codec, "peers": peers, "params": params,
+        "load": os.getloadavg()[0], "system": f"hivemind {compression}",
+        "codec": codec, "peers": peers, "params": params,
         "millions": params / 1e6, "seconds": median, "all": seconds, "memory_mb": max(memory) / 1e6, "cpu": used,
         "error": (sum(j["wrong"] for j in judged) / sum(j["norm"] for j in judged)) ** 0.5,
         "identical": "yes" if len({j["digest"] for j in judged}) == 1 else "NO",
@@ -237,6 +248,9 @@ def measure(peers: int, params: int, codec: str, options: argparse.Namespace, do
         write_rows(options.json, done)
     for compression in CLOSEST.get(codec, ["uniform8"]) if options.hivemind else ():
         if has(f"hivemind {compression}"):
+            continue
+        if compression == "blockwise" and find_spec("bitsandbytes") is None:
+            skip("hivemind blockwise", "needs bitsandbytes")
             continue
         if need("hivemind", peers, params) > min(available(), options.memory):
             skip(f"hivemind {compression}", f"takes {need('hivemind', peers, params):.0f} GiB")
@@ -273,6 +287,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows there, and leave out what it has")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left
 
     rows = read_rows(options.json)
     for params in options.params:
