@@ -196,7 +196,7 @@ class StateSection(_Section):
     parameters: int = Field(ge=1, le=2**40, description="elements of the flattened model")
     chunk: int = Field(ge=64, le=2**22, description="elements in a chunk, a power of two")
     theta0: str = Field(pattern=_DIGEST, description="digest of the initial state, hex")
-    checkpoint_every: int = Field(ge=1, le=10**6, description="commits from one checkpoint to the next (K)")
+    checkpoint_every: int = Field(ge=1, le=10**6, description="outer steps from one checkpoint to the next (K)")
 
     _check_chunk = field_validator("chunk")(_power_of_two)
 

@@ -1153,7 +1153,7 @@ class Peer:
             if me is not None:
                 self.contributed += int(body.seal.members[me].weight * share)
                 island.lease([lease.span for lease in body.leases if lease.member == me])
-            if self._frozen:
+            if self._frozen and not self.finished:  # after the last round there is nothing to train for
                 self._frozen = False
                 await island.resume(reload=bool(chunks), spent=spent, outer_step=body.outer_step)
         self._log_commit(commit_id, commit, names, seconds)
