@@ -5,15 +5,19 @@ One process at a time uses a folder; the lock goes with the process, however it 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import re
 from pathlib import Path
 from types import TracebackType
 
 from .errors import AtollError, ResourceError, StateError, StateLocked
 
 LOCK_FILE = "lock"
+# What replace_file of atoll.protocol.disk leaves when its process is killed in the middle.
+HALF_WRITTEN = re.compile(r"\..+\.\d+\.tmp")
 
 
 def state_home() -> Path:
@@ -32,6 +36,8 @@ def default_state(run_id: bytes | str, prefix: str = "") -> Path:
 
 class StateFolder:
     """A state folder that this process holds. Use as a context manager, or call :meth:`close`.
+
+    What a process that was killed left half written here, or one folder below, is removed.
 
     Raises :class:`StateLocked` when another process holds it, :class:`StateError` when it cannot be used, and
     :class:`ResourceError` when the disk is full or read-only.
@@ -62,6 +68,11 @@ class StateFolder:
         except OSError as error:
             self.close()
             raise folder_error(path, error) from error
+        for leftover in [*path.glob(".*.tmp"), *path.glob("*/.*.tmp")]:
+            if HALF_WRITTEN.fullmatch(leftover.name):
+                # It is in nobody's way, so an error is none.
+                with contextlib.suppress(OSError):
+                    leftover.unlink()
 
     def close(self) -> None:
         """Let the folder go. Idempotent."""
