@@ -6,6 +6,7 @@ what it needs. Commands return their exit code; errors become messages in ``atol
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,9 +36,18 @@ StateOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+def _device(name: str) -> str:
+    """Refuse a name that no machine knows, before anything is started for it."""
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is None:
+        raise UsageError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N")
+    return name
+
+
 DeviceOption = Annotated[
     str,
-    typer.Option("--device", envvar="ATOLL_DEVICE", metavar="NAME", help="auto, cpu, cuda, cuda:1."),
+    typer.Option("--device", envvar="ATOLL_DEVICE", metavar="NAME", help="auto, cpu, cuda, cuda:1.", callback=_device),
 ]
 ThreadsOption = Annotated[
     int,

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from atoll.protocol.errors import ManifestError
-from atoll.protocol.manifest import explain
+from atoll.protocol.manifest import Manifest, explain
 
 from .presets import DEFAULT_PRESET, INNER, PRESETS
 
@@ -22,7 +22,9 @@ from .presets import DEFAULT_PRESET, INNER, PRESETS
 class _Table(BaseModel):
     """A table of a manifest: scalars only, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=False, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     def to_table(self) -> dict[str, str | int | float | bool]:
         """Every field that is set, as scalars; ``from_table`` reads it back."""
@@ -33,11 +35,15 @@ class ModelConfig(_Table):
     """The decoder-only transformer of :mod:`atoll.node.model`."""
 
     preset: str = DEFAULT_PRESET
+    """The preset whose values fill what a manifest leaves out."""
     vocab: int = Field(ge=256, le=1 << 20)
     """Tokens; 256 for bytes, which is what the data sources of this version give."""
     width: int = Field(ge=8, le=1 << 15)
+    """Elements of a token's vector."""
     layers: int = Field(ge=1, le=256)
+    """Blocks of attention and feed-forward network."""
     heads: int = Field(ge=1, le=256)
+    """Attention heads."""
     kv_heads: int = Field(ge=1, le=256)
     """Key/value heads; fewer than ``heads`` is grouped-query attention (arXiv:2305.13245)."""
     ffn: int = Field(ge=8, le=1 << 17)
@@ -45,6 +51,7 @@ class ModelConfig(_Table):
     context: int = Field(ge=8, le=1 << 17)
     """Tokens in one training sequence."""
     rope_theta: float = Field(default=10000.0, gt=1)
+    """Base of the rotary positions' wavelengths (arXiv:2104.09864)."""
     tied: bool = False
     """Whether the output head is the embedding matrix."""
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
@@ -75,10 +82,11 @@ class DataConfig(_Table):
     """Where the training bytes come from, and the hash that pins them."""
 
     source: Literal["stdlib", "text"] = "stdlib"
+    """``stdlib``: the sources of Python's standard library, there on every machine; ``text``: a folder or file."""
     path: str | None = None
     """Folder or file of text, with ``source = "text"``. A node may have it elsewhere than the organiser."""
     files: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    """BLAKE3 of the sorted list of files and their hashes; ``None`` until pinned."""
+    """BLAKE3 of the sorted list of files and their hashes; missing until pinned."""
     python: str | None = None
     """Version of Python whose standard library was pinned; only used to explain a mismatch."""
     count: int | None = Field(default=None, ge=0)
@@ -106,10 +114,13 @@ class InnerConfig(_Table):
     lr: float = Field(default=INNER["lr"], gt=0, le=10)
     """Rate of Muon (of the matrices); with ``adamw`` unused."""
     adamw_lr: float = Field(default=INNER["adamw_lr"], gt=0, le=1)
+    """Rate of AdamW."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Momentum of Muon."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW's average of gradients."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
+    """AdamW's average of squared gradients."""
     weight_decay: float = Field(default=INNER["weight_decay"], ge=0, le=10)
     """Decoupled, on matrices only."""
     batch: int = Field(default=INNER["batch"], ge=1, le=1 << 16)
@@ -117,6 +128,7 @@ class InnerConfig(_Table):
     warmup: float = Field(default=INNER["warmup"], ge=0, le=0.5)
     """Share of the run over which the rate rises to its peak."""
     decay: Literal["cosine", "linear"] = INNER["decay"]
+    """How the rate falls from its peak to ``final_lr``."""
     final_lr: float = Field(default=INNER["final_lr"], ge=0, le=1)
     """Rate at the end of the run, as a share of the peak."""
     grad_clip: float = Field(default=1.0, ge=0)
@@ -126,6 +138,16 @@ class InnerConfig(_Table):
     def from_table(cls, table: Mapping[str, Any]) -> InnerConfig:
         """Raises :class:`ManifestError`."""
         return _validated(cls, table, "inner")
+
+
+def to_toml(manifest: Manifest) -> str:
+    """The manifest as TOML with a comment to every field, those of the node's tables included."""
+    tables: dict[str, type[_Table]] = {"model": ModelConfig, "data": DataConfig, "inner": InnerConfig}
+    comments = {
+        name: {key: (field.description or "").replace("``", "`") for key, field in table.model_fields.items()}
+        for name, table in tables.items()
+    }
+    return manifest.to_toml(comments)
 
 
 def _validated(kind: type[Any], table: Mapping[str, Any], where: str) -> Any:

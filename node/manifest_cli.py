@@ -75,6 +75,7 @@ def new(
     """
     from atoll.protocol.errors import UsageError
 
+    from .config import to_toml
     from .run_defaults import new_manifest
 
     if os.path.lexists(output) and not force:
@@ -92,7 +93,7 @@ def new(
         codec=codec.value,
         rounds=rounds,
     )
-    _write(output, manifest.to_toml())
+    _write(output, to_toml(manifest))
     typer.echo(f"wrote {output}: {manifest.state.parameters:,} parameters, {manifest.budget.rounds} rounds")
     typer.echo(f"next: atoll manifest sign {output} --key owner.key")
     return 0
@@ -268,9 +269,11 @@ def _edited(text: str, manifest: Manifest) -> str:
     from atoll.protocol.errors import ManifestError, VersionError
     from atoll.protocol.manifest import Manifest as Kind
 
+    from .config import to_toml
+
     try:
-        if text == Kind.from_toml(text).to_toml():
-            return manifest.to_toml()  # as `new` wrote it: keep its layout
+        if text == to_toml(Kind.from_toml(text)):
+            return to_toml(manifest)  # as `new` wrote it: keep its layout
     except (ManifestError, VersionError):
         pass
     try:
@@ -290,7 +293,7 @@ def _edited(text: str, manifest: Manifest) -> str:
             return edited
     except (TOMLKitError, ManifestError):
         pass  # an unusual layout, such as dotted keys: written anew, the values are what matters
-    return manifest.to_toml()
+    return to_toml(manifest)
 
 
 def _write(path: Path, text: str) -> None:

@@ -24,7 +24,7 @@ from atoll.protocol.manifest import Manifest
 from atoll.protocol.shutdown import aside, ending
 from atoll.protocol.statefolder import StateFolder, default_state
 
-from .config import DataConfig, InnerConfig, ModelConfig
+from .config import DataConfig, InnerConfig, ModelConfig, to_toml
 from .peerbook import PeerBook
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _kept_manifest(folder: Path, run_id: bytes) -> Manifest | None:
 
 
 def _keep_manifest(folder: Path, manifest: Manifest) -> None:
-    replace_file(folder / MANIFEST_FILE, manifest.to_toml().encode())
+    replace_file(folder / MANIFEST_FILE, to_toml(manifest).encode())
 
 
 async def _fetch_manifest(transport: HivemindTransport, run: RunAddress, timeout: float) -> Manifest:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
 from blake3 import blake3
@@ -421,8 +422,11 @@ class Manifest(_Section):
         except ManifestError as error:
             raise ManifestError(_in_file(path, error)) from None
 
-    def to_toml(self) -> str:
-        """The manifest as TOML, each field with a comment that teaches it; :meth:`from_toml` reads it back."""
+    def to_toml(self, comments: Mapping[str, Mapping[str, str]] = MappingProxyType({})) -> str:
+        """The manifest as TOML, each field with a comment that teaches it; :meth:`from_toml` reads it back.
+
+        comments: by table and key, for the tables that are opaque here.
+        """
         values = self.model_dump()
         lines = ["# Manifest of an atoll run. Its hash is the run id; whoever changes a value makes another run.", ""]
         tables = []
@@ -431,8 +435,8 @@ class Manifest(_Section):
                 tables += ["", f"# {field.description}", f"[{key}]"]
                 section = getattr(type(getattr(self, key)), "model_fields", {})
                 for inner, value in values[key].items():
-                    comment = section[inner].description if inner in section else ""
-                    tables.append(_line(inner, value, comment or ""))
+                    known = section[inner].description if inner in section else comments.get(key, {}).get(inner)
+                    tables.append(_line(inner, value, known or ""))
             else:
                 lines.append(_line(key, values[key], field.description or ""))
         return "\n".join(lines + tables) + "\n"

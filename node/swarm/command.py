@@ -196,9 +196,11 @@ def _plan(run: _Run, manifest: Manifest) -> tuple[Manifest, Plan]:
     """Measure, choose the number of rounds, sign, and write ``manifest.toml`` and the owner's key."""
     from atoll.protocol.identity import load_or_create_identity
 
+    from ..config import to_toml
+
     options = run.options
     draft = run.out / "draft.toml"
-    draft.write_text(manifest.to_toml())
+    draft.write_text(to_toml(manifest))
     fixed = options.rounds
     if fixed is None and options.manifest is not None and options.minutes is None:
         fixed = manifest.budget.rounds
@@ -221,7 +223,7 @@ def _plan(run: _Run, manifest: Manifest) -> tuple[Manifest, Plan]:
     )
     owner = load_or_create_identity(run.out / "owner.key")
     manifest = manifest.replace(budget={"rounds": plan.rounds}).sign(owner)
-    (run.out / "manifest.toml").write_text(manifest.to_toml())
+    (run.out / "manifest.toml").write_text(to_toml(manifest))
     draft.unlink()
     return manifest, plan
 

@@ -300,3 +300,9 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "0"
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "mps", "", "CUDA"])
+def test_a_device_that_no_machine_has_is_refused_at_once(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command_line.run(["node", "atoll:00@/ip4/127.0.0.1/tcp/1/p2p/x", "--device", name]) == 2
+    assert f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N" in capfd.readouterr().err

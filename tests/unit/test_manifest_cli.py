@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from atoll.__main__ import run
+from atoll.node.config import to_toml
 from atoll.node.run_defaults import Tables, complete, new_manifest, verify
 from atoll.protocol.errors import DataError, ManifestError
 from atoll.protocol.identity import load_identity
@@ -111,7 +113,12 @@ def test_new_sign_check_show(
     signed = Manifest.load("reef.toml")
     signed.check_signature()
     assert signed.owner == load_identity("owner.key").peer_id
-    assert Path("reef.toml").read_text() == signed.to_toml()
+    text = Path("reef.toml").read_text()
+    assert text == to_toml(signed)
+    fields = [line for line in text.splitlines() if " = " in line and not line.startswith("#")]
+    assert len(fields) > 40
+    above = {after: before for before, after in pairwise(text.splitlines())}
+    assert [line for line in fields if "#" not in line and not above[line].startswith("#")] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["owner.key", "reef.toml"]
 
     assert run(["manifest", "check", "reef.toml"]) == 0
