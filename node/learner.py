@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from atoll.protocol.errors import ResourceError
-from atoll.protocol.statefolder import state_home
 
 from .config import InnerConfig, ModelConfig
 from .data.units import Units
@@ -52,8 +51,6 @@ class Learner:
         self.host = torch.from_numpy(host)
         self.flat = self.host if self.device.type == "cpu" else torch.empty_like(self.host, device=self.device)
         self.model = Transformer(model, self.flat)
-        # torch's optimizers make the folder of its compiler's cache; in the system's temporary one it would stay.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(state_home() / "torch"))
         self.optimizer = InnerOptimizer(self.model, inner)
         self.micro_batch = min(micro_batch or inner.batch, inner.batch)
         self.tokens_per_step = inner.batch * model.context

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from .config import InnerConfig
 from .model import Transformer
@@ -49,16 +50,10 @@ class InnerOptimizer:
         self.muon = Muon([(model.named[n], rows) for n, rows in taken.items()], config) if taken else None
         rest = [(n, p) for n, p in model.named.items() if n not in taken]
         embeddings = ("embedding", "head")
-        groups = [
-            {"params": [p for n, p in rest if p.dim() > 1 and n not in embeddings], "decay": config.weight_decay},
-            {"params": [p for n, p in rest if p.dim() < 2 or n in embeddings], "decay": 0.0},
-        ]
-        self.adamw = torch.optim.AdamW(
-            [{"params": g["params"], "weight_decay": g["decay"]} for g in groups if g["params"]],
-            lr=config.adamw_lr,
-            betas=(config.beta1, config.beta2),
-            fused=True,
-        )
+        decayed = [p for n, p in rest if p.dim() > 1 and n not in embeddings]
+        others = [p for n, p in rest if p.dim() < 2 or n in embeddings]
+        groups = [(decayed, config.weight_decay), (others, 0.0)]
+        self.adamw = [AdamW(group, config, decay) for group, decay in groups if group]
 
     def step(self, progress: float) -> bool:
         """Update at ``progress`` of the run. False, and nothing changed, when the gradient is not finite."""
@@ -67,14 +62,38 @@ class InnerOptimizer:
         norm = nn.utils.clip_grad_norm_(self.parameters, largest)
         finite = bool(torch.isfinite(norm))
         if finite:
-            for group in self.adamw.param_groups:
-                group["lr"] = self.config.adamw_lr * factor
-            self.adamw.step()
+            for group in self.adamw:
+                group.step(self.config.adamw_lr * factor)
             if self.muon is not None:
                 self.muon.step(self.config.lr * factor)
         for parameter in self.parameters:
             parameter.grad = None
         return finite
+
+
+class AdamW:
+    """AdamW (arXiv:1711.05101) by torch's fused kernel.
+
+    The kernel alone: torch's class of that name imports the compiler, a second or two at each trainer's start.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], config: InnerConfig, weight_decay: float) -> None:
+        self.parameters: list[Tensor] = list(parameters)
+        self.config, self.weight_decay = config, weight_decay
+        self.averages = [torch.zeros_like(p, memory_format=torch.preserve_format) for p in parameters]
+        self.squares = [torch.zeros_like(average) for average in self.averages]
+        self.steps = [torch.zeros((), dtype=torch.float32, device=p.device) for p in parameters]
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """One update from the parameters' ``grad`` at rate ``lr``."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        assert len(gradients) == len(self.parameters)
+        adamw(
+            self.parameters, gradients, self.averages, self.squares, [], self.steps,
+            fused=True, amsgrad=False, beta1=self.config.beta1, beta2=self.config.beta2, lr=lr,
+            weight_decay=self.weight_decay, eps=1e-8, maximize=False,
+        )  # fmt: skip
 
 
 class _Slice(NamedTuple):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,7 @@ from torch import nn
 
 from atoll.node.config import InnerConfig, ModelConfig
 from atoll.node.model import Transformer
-from atoll.node.optim import InnerOptimizer, Muon, orthogonalise, progress_of_run, rate
+from atoll.node.optim import AdamW, InnerOptimizer, Muon, orthogonalise, progress_of_run, rate
 from atoll.node.specs import count_parameters
 
 
@@ -91,3 +94,38 @@ def test_weight_decay_spares_embedding_norms_and_head() -> None:
             decayed = parameter.dim() == 2 and n not in ("embedding", "head")
             assert bool((parameter < 1).all()) == decayed, n
             assert parameter.grad is None
+
+
+def test_adamw_takes_the_steps_of_its_paper() -> None:
+    """arXiv:1711.05101, algorithm 2, in float64."""
+    torch.manual_seed(2)
+    config = InnerConfig.from_table({"beta1": 0.9, "beta2": 0.95})
+    parameter = nn.Parameter(torch.randn(6, 5))
+    expected, m, v = parameter.detach().double(), torch.zeros(6, 5).double(), torch.zeros(6, 5).double()
+    optimizer = AdamW([parameter], config, 0.1)
+    for t in range(1, 6):
+        lr = 0.01 * t
+        gradient = torch.randn(6, 5)
+        parameter.grad = gradient.clone()
+        optimizer.step(lr)
+        m = 0.9 * m + 0.1 * gradient
+        v = 0.95 * v + 0.05 * gradient.double() ** 2
+        expected = expected - lr * (m / (1 - 0.9**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-8) + 0.1 * expected)
+        torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_training_does_not_import_the_compiler() -> None:
+    """It takes seconds, at the start of every trainer."""
+    code = """if True:
+        import sys
+        import numpy as np
+        from atoll.node.config import InnerConfig, ModelConfig
+        from atoll.node.learner import Learner
+        from atoll.node.specs import count_parameters
+        model = ModelConfig.from_table({"width": 16, "heads": 2, "kv_heads": 2, "ffn": 16, "layers": 1, "context": 8})
+        theta = np.full(count_parameters(model), 0.1, np.float32)
+        learner = Learner(model, InnerConfig(), 5, 5, np.arange(999).astype(np.uint8), theta, device="cpu")
+        learner.step(np.arange(4), 0, 0)
+        assert not any(name.startswith(("torch._dynamo", "torch._inductor", "sympy")) for name in sys.modules)
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
