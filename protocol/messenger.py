@@ -30,6 +30,8 @@ class _Link:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     stream: Stream | None = None
+    used: bool = False
+    """Whether anything was sent since the sender last looked."""
     failed_at: float | None = None
     """When the last attempt to reach the peer failed, until one succeeds."""
 
@@ -38,7 +40,8 @@ class Messenger:
     """Sends and receives control messages, and knows when a byte last came from whom.
 
     ``handler(peer, message)`` is called for each message, in order for each peer; it must not block.
-    ``silence`` is T of the design: seconds after which a peer that says nothing counts as dead.
+    ``silence`` is T of the design: seconds after which a peer that says nothing counts as dead. ``lost()`` is called
+    whenever a peer turned out to be out of reach (:meth:`failing`).
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Messenger:
         admits: Callable[[PeerId], bool],
         refused: Callable[[PeerId, str], None],
         limit: int,
+        lost: Callable[[], None] = lambda: None,
         idle: float = 120.0,
     ) -> None:
         self._transport = transport
@@ -58,6 +62,7 @@ class Messenger:
         self._admits = admits
         self._refused = refused
         self._limit = limit
+        self._lost = lost
         self._idle = idle
         self._links: dict[PeerId, _Link] = {}
         self._streams: dict[PeerId, dict[int, Stream]] = {}
@@ -145,6 +150,9 @@ class Messenger:
             link = self._links[peer] = _Link()
         if len(link.queue) >= QUEUE_LIMIT:
             link.queue.popleft()
+        if link.stream is not None and not link.queue and link.stream.offer(data):
+            link.used = True
+            return
         link.queue.append(data)
         link.wake.set()
         if link.task is None or link.task.done():
@@ -166,6 +174,7 @@ class Messenger:
                     except PeerUnreachable:
                         link.failed_at = self._transport.now()
                         link.queue.clear()
+                        self._lost()
                         # Whoever posts next pays one attempt; a dead peer must not keep us dialling.
                         await asyncio.sleep(self._silence / 5)
                         continue
@@ -177,15 +186,17 @@ class Messenger:
                         if link.failed_at is not None:
                             link.queue.clear()
                         link.failed_at = self._transport.now()
+                        self._lost()
                         continue
                     link.failed_at = None
                     if link.queue and link.queue[0] is data:
                         link.queue.popleft()
+                link.used = False
                 try:
                     async with asyncio.timeout(self._idle):
                         await link.wake.wait()
                 except TimeoutError:
-                    if not link.queue:
+                    if not link.queue and not link.used:
                         return
         finally:
             stream, link.stream = link.stream, None

@@ -158,7 +158,7 @@ class Peer:
 
         self.messenger = Messenger(
             transport, self._receive, silence=self._silence, admits=manifest.admits, refused=self._refuse,
-            limit=message_limit(self.layout.count),
+            limit=message_limit(self.layout.count), lost=self._wake.set,
         )  # fmt: skip
         self.directory = Directory(
             transport,
@@ -193,8 +193,8 @@ class Peer:
         self._quorum_since: float | None = None
         self._voids: dict[PeerId, int] = {}
         self._ranks: dict[PeerId, bytes] = {}
-        self._someone_ready = True
-        """Whether any report on this head, the own included, could make a quorum; else nobody needs to be asked."""
+        self._look_at = float("-inf")
+        """When the main task looks again, unless woken earlier."""
         self._report_now = asyncio.Event()
         self._last_round = 0
         self._calling: Calling | None = None
@@ -391,6 +391,9 @@ class Peer:
         finished_at: float | None = None
         while not self._stopping:
             self._wake.clear()
+            # What changes by news wakes this task; what comes due by time alone is noted by _reached. The rest, like
+            # the state that a record names, is found out late at no cost.
+            self._look_at = self.transport.now() + self._silence / 2
             if self._commits:
                 commit_id, commit = self._commits.popleft()
                 await self._follow(commit_id, commit)
@@ -406,23 +409,31 @@ class Peer:
             if self.finished:
                 now = self.transport.now()
                 finished_at = finished_at or now
+                self._look_at = now + self._silence / 20
                 self._set_state("finished")
                 if self._linger < float("inf") and (self._everyone_knows() or now - finished_at > self._linger):
                     return
             elif self.island is not None and not better(self._owed, self.head):
-                rested = self.transport.now() >= self._rests_until
                 if self._invitation is not None:
                     invitation, self._invitation = self._invitation, None
                     await self._take_part(invitation)
                     continue
-                if rested and self._someone_ready and self._leads() and (due := self._due()) is not None:
+                rested = self._reached(self._rests_until)
+                if rested and (due := self._due()) is not None and self._leads():
                     await self._coordinate(due)
                     continue
             try:
-                async with asyncio.timeout(self._silence / (20 if self._someone_ready else 4)):
+                async with asyncio.timeout(max(self._look_at - self.transport.now(), 0.001)):
                     await self._wake.wait()
             except TimeoutError:
                 pass
+
+    def _reached(self, moment: float) -> bool:
+        """Whether that moment of ``Transport.now()`` has come; if not, the main task looks again then."""
+        if self.transport.now() >= moment:
+            return True
+        self._look_at = min(self._look_at, moment)
+        return False
 
     def _everyone_knows(self) -> bool:
         """Whether every peer that was heard lately has this head, or there is none."""
@@ -443,7 +454,6 @@ class Peer:
             peer: head for peer, head in self._heads.items()
             if better(head, self.head) and self._doubts.get(peer, (0.0, now))[1] <= now
         }  # fmt: skip
-        self._someone_ready = True
         self._report_now.set()
         self._last_round = self.head.round
         self._limbo.clear()
@@ -552,8 +562,9 @@ class Peer:
         return sum(self.messenger.silent_for(peer, since) <= 3 * self._silence for peer in self.directory.known)
 
     def _note_readiness(self, report: Report) -> None:
-        if report.head == self.head and (report.ready or not (report.leased or report.tokens)):
-            self._someone_ready = True
+        # Once a quorum is ready, what the others still need decides about grace.
+        waiting = self._quorum_since is not None or report.ready or not (report.leased or report.tokens)
+        if report.head == self.head and waiting:
             self._wake.set()
 
     async def _watch_clock(self) -> None:
@@ -588,11 +599,13 @@ class Peer:
                 return True
             known = self.directory.known.get(peer)
             since = max(self._base_since, known.since if known is not None else 0.0, self.messenger.epoch)
-            here = self._heads.get(peer) == self.head and self.messenger.silent_for(peer, since) <= self._silence
-            if here or (now - since <= self._silence and not self.messenger.failing(peer)):
+            here = self._heads.get(peer) == self.head and not self._reached(
+                max(self.messenger.heard(peer), since) + self._silence
+            )
+            if here or not (self.messenger.failing(peer) or self._reached(since + self._silence)):
                 # The order must exclude nobody: if who is ahead does not call in all that time, this peer does.
-                patience = 3 * self._silence + self._grace()
-                return self._quorum_since is not None and now - self._quorum_since > patience
+                ready = self._quorum_since if self._quorum_since is not None else now
+                return self._reached(ready + 3 * self._silence + self._grace())
         return True
 
     def _grace(self) -> float:
@@ -612,7 +625,7 @@ class Peer:
         live = self._live()
         if len(live) > 1:
             self._alone_since = now
-        elif now - self._alone_since < 3 * self._silence:
+        elif not self._reached(self._alone_since + 3 * self._silence):
             return None
         if len(live) < rules.quorum:
             self._quorum_since = None
@@ -625,19 +638,24 @@ class Peer:
             wait = sorted(0.0 if report.ready else report.eta or 1e9 for report in trainers)[needed - 1]
             without = [
                 peer for peer, report in live.items()
-                if not (report.leased or report.tokens) and self._patience.get(peer, (0, 0.0))[1] <= now
+                if not (report.leased or report.tokens) and self._reached(self._patience.get(peer, (0, now))[1])
             ]  # fmt: skip
             # It costs next to nothing, but whoever says that it has no samples must not cause one after another.
-            near = wait <= 2 * self._silence or now - self._base_since <= self._silence / 2
+            near = wait <= 2 * self._silence or not self._reached(self._base_since + self._silence / 2)
             return Due.LEASES if without and not near else None
         if self._quorum_since is None:
             self._quorum_since = now
         if not trainers:
             # Nobody has samples yet. Give those who are just starting a moment.
-            return Due.ROUND if now - self._quorum_since > self._silence / 5 else None
-        left = self._quorum_since + self._grace() - now
-        late = [report for report in trainers if not report.ready and (report.eta or left) <= left]
-        return Due.ROUND if left <= 0 or not late else None
+            return Due.ROUND if self._reached(self._quorum_since + self._silence / 5) else None
+        over = self._quorum_since + self._grace()
+        late = [
+            peer for peer, report in live.items()
+            if (report.leased or report.tokens) and not report.ready and (report.eta or over - now) <= over - now
+        ]  # fmt: skip
+        for peer in late:
+            self._reached(self.messenger.heard(peer) + self._silence)  # then it counts as gone
+        return Due.ROUND if self._reached(over) or not late else None
 
     # --- receiving -----------------------------------------------------------------------------------------------
 
@@ -681,6 +699,8 @@ class Peer:
             self._learn_head(peer, head)
 
     def _learn_head(self, peer: PeerId, head: Head) -> None:
+        if self._heads.get(peer) != head:
+            self._wake.set()
         self._heads[peer] = head
         doubt = self._doubts.get(peer)
         if doubt is not None and self.transport.now() < doubt[1]:
@@ -1243,7 +1263,7 @@ class Peer:
             return False
         now = self.transport.now()
         self._better_since = self._better_since or now
-        return now - self._better_since > self._silence / 5
+        return self._reached(self._better_since + self._silence / 5)
 
     async def _look_into(self, claimants: list[PeerId]) -> None:
         """Ask those who claim a better head for a way to it that can be verified. Runs beside the rounds: anybody can

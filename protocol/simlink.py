@@ -491,6 +491,16 @@ class SimStream(Stream):
             await waiter
             self._check_send()
 
+    def offer(self, frame: bytes) -> bool:
+        pipe = self.outgoing
+        if self.closed or self.broken is not None or self.incoming.eof or self.nic.process.state == DEAD:
+            return False
+        if pipe.accepted - pipe.acknowledged + HEADER + len(frame) > pipe.window:
+            return False
+        self.bytes_sent += len(frame)
+        pipe.push(frame)
+        return True
+
     def _check_send(self) -> None:
         if self.closed:
             raise StreamClosed(f"the stream to {self.peer} was closed here; open another one to send")

@@ -45,6 +45,11 @@ class Stream(ABC):
         Raises :class:`StreamClosed` when the other side is gone.
         """
 
+    def offer(self, frame: bytes) -> bool:
+        """Send a small frame here and now, if that takes no waiting; False, with nothing sent, if it would, or the
+        stream has ended, or the transport cannot tell. Not while :meth:`send` is under way."""
+        return False
+
     @abstractmethod
     async def receive(self, limit: int = DEFAULT_FRAME_LIMIT) -> bytes:
         """The next frame. Raises :class:`StreamClosed` at the end, :class:`FrameTooLarge` above ``limit``."""

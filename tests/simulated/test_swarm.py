@@ -297,3 +297,21 @@ def test_a_trainer_that_does_not_come_back_leaves_the_others_and_the_log_in_peac
     assert all(swarm.life(f"p{i}").done for i in range(3))
     assert swarm.violations == []
     assert len(swarm.named("warning")) < 30
+
+
+def test_who_stands_first_and_does_not_call_is_passed_over() -> None:
+    """It lives, reports and enters others' rounds; the order must exclude nobody, and depend on nobody."""
+    swarm = build(3, budget={"rounds": 10})
+
+    async def main() -> None:
+        while len(swarm.commits) < 2:
+            await asyncio.sleep(0.1)
+        swarm.life("p0").peer._due = lambda: None  # type: ignore[method-assign]
+        while not all(swarm.life(f"p{i}").done for i in range(3)) and swarm.network.loop.time() < 200:
+            await asyncio.sleep(0.5)
+
+    swarm.network.run(main())
+    assert all(swarm.life(f"p{i}").done for i in range(3))
+    assert swarm.violations == []
+    # 3T + grace at most after the quorum was ready, in the rounds where it stands first.
+    assert slowest_commit(swarm) <= 2.0 + 3 * SILENCE + 0.5 + 2 * SILENCE
