@@ -6,6 +6,7 @@ folder, 7 resources (port, disk, device), 8 version, 130 Ctrl-C.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import errno
@@ -75,8 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # All is said and done: one more Ctrl-C, while Python takes itself apart, must not change how this ended.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    if threading.active_count() > 1:
-        # Somebody left in the middle of something long (compiling, scoring): nothing that anybody needs any more.
+    # A thread that is left is in the middle of something long (compiling, scoring) that nobody needs any more. And with
+    # torch, hivemind and numba loaded, taking Python apart costs one to two seconds of a core: ten on a busy machine.
+    threads = threading.active_count() > 1
+    if threads or "torch" in sys.modules:
+        if not threads:
+            atexit._run_exitfuncs()
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()

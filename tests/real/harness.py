@@ -17,8 +17,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+
+from bench._network import enter
 
 from atoll.node.events import EVENT_FILE, Event, EventTail
 from atoll.node.run_defaults import new_manifest
@@ -110,26 +113,37 @@ def place(folder: Path) -> Iterator[Place]:
                 process.close()
 
 
-def _die_with_parent() -> None:
+def _prepare(network: str | None, core: int | None) -> None:
     """Runs between fork and exec: a test run that is killed must not leave swarms behind."""
     _PRCTL(1, signal.SIGKILL, 0, 0, 0)
+    if network is not None:
+        enter(network)
+    if core is not None:
+        os.sched_setaffinity(0, {core})
 
 
 class Process:
-    """One ``atoll`` process in a session of its own, with what it wrote and logged."""
+    """One ``atoll`` process in a session of its own, with what it wrote and logged.
 
-    def __init__(self, here: Place, name: str, arguments: Iterable[str], state: Path | None = None) -> None:
+    network: a network namespace of ``ip netns`` to live in. core: the only core to run on.
+    """
+
+    def __init__(
+        self, here: Place, name: str, arguments: Iterable[str], state: Path | None = None, *,
+        network: str | None = None, core: int | None = None,
+    ) -> None:  # fmt: skip
         self.name, self.state = name, state if state is not None else here.folder / name
         here.folder.mkdir(parents=True, exist_ok=True)
         self.out, self.err = here.folder / f"{name}.out", here.folder / f"{name}.err"
         self.events: list[Event] = []
+        self._closed = False
         self.began = time.time()
         self._tail = EventTail(self.state / EVENT_FILE)
         self._tail.poll()  # what an earlier process of this folder wrote is not this one's
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", "atoll", *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-                env=here.environment(), start_new_session=True, preexec_fn=_die_with_parent,
+                env=here.environment(), start_new_session=True, preexec_fn=partial(_prepare, network, core),
             )  # fmt: skip
         here.processes.append(self)
         self.held = leaks.Sockets({})
@@ -144,7 +158,8 @@ class Process:
 
     def poll(self) -> list[Event]:
         """All events of this process so far."""
-        self.events += self._tail.poll()
+        if not self._closed:
+            self.events += self._tail.poll()
         return self.events
 
     def all(self, event: str, **fields: Any) -> list[Event]:
@@ -213,7 +228,8 @@ class Process:
         return next(pid for pid, command in self.below().items() if "p2pd" in command.split()[0])
 
     def close(self) -> None:
-        """Close its event log here."""
+        """Read its event log no further: whoever uses its folder now has events of its own."""
+        self._closed = True
         self._tail.close()
 
     def note_sockets(self) -> leaks.Sockets:
