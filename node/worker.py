@@ -6,6 +6,7 @@ in the middle of a long step; the main thread trains and looks at the messages b
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -87,7 +88,7 @@ class Worker:
         self.outer_step = 0
         device = self.learner.device
         if device.type == "cpu":
-            os.nice(NICENESS)
+            be_nice()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         precision = "bfloat16" if self.learner.dtype is torch.bfloat16 else "float32"
         _send(control, Ready(str(device), name, threads, precision, self.learner.micro_batch))
@@ -176,6 +177,14 @@ def _send(control: socket.socket, message: ToParent) -> None:
         control.sendall(line(message))
     except OSError:
         os._exit(0)
+
+
+def be_nice() -> None:
+    """Leave the cores to others first. Where autogroups are on, Linux weighs sessions against each other, and this
+    process has one of its own: then its own niceness counts for nothing, and the session's must be set."""
+    os.nice(NICENESS)
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:
+        group.write(str(NICENESS))
 
 
 def die_with_parent() -> None:

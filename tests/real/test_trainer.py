@@ -20,6 +20,7 @@ from atoll.node import trainer as module
 from atoll.node.config import DataConfig, InnerConfig, ModelConfig
 from atoll.node.specs import tensor_specs
 from atoll.node.trainer import TrainerProcess
+from atoll.node.worker import NICENESS
 from atoll.protocol.errors import DataError, ResourceError
 from atoll.protocol.messages import Span
 from atoll.protocol.theta0 import theta0
@@ -72,6 +73,14 @@ async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
             await asyncio.sleep(0.02)
 
 
+def niceness_of_session(pid: int | None) -> int | None:
+    """None where sessions are no groups of the scheduler."""
+    try:
+        return int(Path(f"/proc/{pid}/autogroup").read_text().split("nice")[1])
+    except (OSError, IndexError):
+        return None
+
+
 def test_it_trains_on_its_lease_and_stands_still_when_frozen() -> None:
     async def body(island: TrainerProcess, events: Events) -> None:
         theta = island.local.copy()
@@ -115,6 +124,9 @@ def test_it_trains_on_its_lease_and_stands_still_when_frozen() -> None:
         island.lease([Span(7, 8)])
         await until(lambda: island.progress().steps == steps + 2)
         assert events.named("trainer")[0]["device"] == "cpu"
+        # It must not starve its own supervisor, which lives in another session: where Linux groups processes by
+        # session, the group has to be nice.
+        assert niceness_of_session(island.pid) in (None, NICENESS)
 
     run(body, device="cpu")
 
