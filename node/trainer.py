@@ -299,9 +299,8 @@ class TrainerProcess(Island):
             self._memory.repair()
             if self._closing:
                 return
-            first = not self._ready.done()
-            if first:
-                self._give_up(failure)
+            if not self._ready.done() and not memory:
+                self._give_up(failure)  # what it has found when it began, it would find again
                 return
             in_a_row = 1 if time.monotonic() - began > HEALTHY else in_a_row + 1
             self._log("warning", {"message": str(failure)})

@@ -25,6 +25,8 @@ from atoll.protocol.errors import DataError, ResourceError
 from atoll.protocol.messages import Span
 from atoll.protocol.theta0 import theta0
 
+from .leaks import below
+
 pytestmark = pytest.mark.real
 
 MODEL = ModelConfig.from_table({"width": 32, "heads": 2, "kv_heads": 2, "ffn": 64, "layers": 1, "context": 32})
@@ -219,6 +221,29 @@ def test_it_gives_up_after_too_many_deaths(monkeypatch: pytest.MonkeyPatch) -> N
         await island.resume(reload=True, spent=1, outer_step=0)
 
     run(body, device="cpu")
+
+
+def test_a_child_killed_while_it_starts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that it found speaks against another one: the kernel's killer, as a rule."""
+    monkeypatch.setattr(module, "RESTART_DELAY", 0.0)
+
+    def child() -> int:
+        return next((pid for pid, command in below(os.getpid()).items() if "atoll.node.worker" in command), 0)
+
+    async def body() -> None:
+        starting = asyncio.create_task(start(device="cpu"))
+        await until(lambda: child() != 0)
+        os.kill(child(), signal.SIGKILL)
+        island, events = await starting
+        try:
+            assert island.restarts == 1
+            assert island.failed is None
+            assert events.named("warning")[0]["message"] == "the trainer was ended by SIGKILL"
+            assert events.named("trainer")[0]["micro_batch"] == 2, "half of the batch"
+        finally:
+            await island.close()
+
+    asyncio.run(body())
 
 
 def test_data_that_are_gone_end_it_at_once_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
