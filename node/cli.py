@@ -1,4 +1,4 @@
-"""The node's side of the command line: ``node``, ``swarm``, ``status``, ``generate``, ``observe``, ``manifest``.
+"""The node's side of the command line: what trains, shows and compares, and ``manifest``.
 
 Nothing heavy is imported here: ``atoll --help`` has to answer at once, and only the command that is called pays for
 what it needs. Commands return their exit code; errors become messages in ``atoll.__main__`` and nowhere else.
@@ -408,6 +408,130 @@ def swarm(
     return run_swarm(options, lambda folder: ctx.obj.__setitem__("state", folder))
 
 
+def compare(
+    ctx: typer.Context,
+    manifests: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[MANIFEST]...", help="Manifests to compare; the first is the reference."),
+    ] = None,
+    study: Annotated[
+        Path | None,
+        typer.Option(
+            "--study",
+            metavar="FILE",
+            help="Rows as changes to one manifest, with circumstances (lost messages, speeds, deaths) and sweeps.",
+            show_default=False,
+        ),
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option("--seeds", min=1, max=1000, help="Seeds a row. [default: 3]", show_default=False)
+    ] = None,
+    max_seeds: Annotated[
+        int | None,
+        typer.Option(
+            "--max-seeds",
+            min=1,
+            max=1000,
+            help="Add seeds up to so many where the 95 % interval is wider than the margin.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option("--tokens", min=1, help="Tokens a run. [default: as the manifests say]", show_default=False),
+    ] = None,
+    peers: Annotated[int, typer.Option("--peers", "-n", min=1, max=64, help="Simulated peers.")] = 4,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="Where runs, table and plot go; the same folder resumes.")
+    ] = Path("runs/compare"),
+    baseline: Annotated[
+        bool, typer.Option("--baseline", help="Add synchronous data-parallel training, its learning rate swept.")
+    ] = False,
+    margin: Annotated[
+        float | None,
+        typer.Option(
+            "--margin",
+            min=0.001,
+            max=1000,
+            metavar="PERCENT",
+            help="How much worse than the reference a row may be; asks for a verdict.",
+            show_default=False,
+        ),
+    ] = None,
+    aa: Annotated[
+        bool, typer.Option("--aa/--no-aa", help="Add the reference on other text: the size of what means nothing.")
+    ] = True,
+    link: Annotated[
+        str, typer.Option("--link", metavar="RATE,LATENCY", help="Link of each peer, for the simulated wall time.")
+    ] = "20mbit,50ms",
+    step_time: Annotated[
+        float | None,
+        typer.Option(
+            "--step-time",
+            min=1e-6,
+            metavar="SECONDS",
+            help="Of one inner step, for the simulated wall time. [default: as measured here]",
+            show_default=False,
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", "-j", min=1, max=1024, help="Runs at a time. [default: one a core]", show_default=False),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option("--minutes", min=0.0, help="Start no run after so many minutes.", show_default=False),
+    ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option("--only", metavar="REGEX", help="Only rows whose names match.", show_default=False),
+    ] = None,
+    any_code: Annotated[
+        bool, typer.Option("--any-code", help="Count runs that were made by other versions of the code, too.")
+    ] = False,
+    run: Annotated[
+        bool, typer.Option("--run/--no-run", help="Run what is missing, or only show what is there.")
+    ] = True,
+    json: JsonOption = False,
+) -> int:
+    """Train manifests side by side with simulated peers, and say what can be concluded.
+
+    Each run is one process; there is no network. Rows are compared seed by seed: mean difference, its 95 % interval,
+    and a verdict against a margin. What has finished is kept: the same command goes on where it was interrupted.
+
+    Examples:
+
+      atoll compare int8.toml int4.toml --seeds 5 --tokens 1000000 --margin 1 --baseline
+
+      atoll compare --study study.toml --out runs/study --minutes 60
+    """
+    from .compare.command import CompareOptions, run_compare
+    from .compare.link import Link
+
+    options = CompareOptions(
+        manifests=tuple(manifests or ()),
+        study=study,
+        seeds=seeds,
+        max_seeds=max_seeds,
+        tokens=tokens,
+        peers=peers,
+        out=out,
+        baseline=baseline,
+        margin=margin,
+        aa=aa,
+        link=Link.parse(link),
+        step_time=step_time,
+        jobs=jobs,
+        minutes=minutes,
+        only=only,
+        any_code=any_code,
+        run=run,
+        as_json=json,
+    )
+    ctx.obj["state"] = out
+    return run_compare(options)
+
+
 def print_json(value: dict[str, Any]) -> None:
     """One object on one line of standard output."""
     import json as codec
@@ -431,6 +555,7 @@ def register(app: typer.Typer) -> None:
     app.command(rich_help_panel="Take part")(node)
     app.command(rich_help_panel="Take part")(status)
     app.command(rich_help_panel="Try it")(swarm)
+    app.command(rich_help_panel="Try it")(compare)
     app.command(rich_help_panel="Try it")(generate)
     app.command(rich_help_panel="Organise a run")(observe)
     app.add_typer(manifest_app, name="manifest", rich_help_panel="Organise a run")

@@ -1,0 +1,146 @@
+"""Simulated peers: every inner step counts once, whatever the rule and whatever goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from atoll.node.compare.scenario import Scenario
+from atoll.node.compare.simulate import DataParallel, Simulation, round_ticks, simulate
+from atoll.node.run_defaults import new_manifest
+from atoll.protocol.manifest import Manifest
+
+MODEL = {"width": 16, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 32, "context": 32}
+STEPS, ROUNDS = 6, 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Six small files of words."""
+    folder = tmp_path_factory.mktemp("text")
+    random = np.random.default_rng(5)
+    words = ["atoll", "ring", "island", "sea", "reef", "tide", "palm", "sand"]
+    for number in range(24):
+        (folder / f"{number}.txt").write_text(" ".join(random.choice(words, 200)))
+    return str(folder)
+
+
+def manifest(text: str, **sections: Any) -> Manifest:
+    round_ = {"inner_steps": STEPS, "quorum": 1, **sections.pop("round", {})}
+    inner = {"batch": 2, "warmup": 0.0, "final_lr": 1.0, **sections.pop("inner", {})}
+    return new_manifest(
+        "compare", data=text, model=MODEL, inner=inner, round=round_, rounds=ROUNDS,
+        codec=sections.pop("codec", "float32"), state={"chunk": 1024}, **sections,
+    )  # fmt: skip
+
+
+def final(manifest: Manifest, scenario: Scenario, seed: int = 0) -> NDArray[np.float32]:
+    kind = DataParallel if scenario.method == "data-parallel" else Simulation
+    simulation = kind(manifest, scenario, seed, lambda done, total: None)
+    simulation.run()
+    return simulation.params
+
+
+LONE = {"outer": {"lr": 1.0, "momentum": 0.0}}
+
+
+@pytest.fixture(scope="module")
+def plain(text: str) -> NDArray[np.float32]:
+    """Plain training: the data-parallel baseline of one peer."""
+    return final(manifest(text, **LONE), Scenario(method="data-parallel", peers=1))
+
+
+@pytest.mark.parametrize(("void", "fragments"), [(0.0, 1), (0.4, 1), (0.4, 3)])
+def test_one_peer_at_rate_one_is_plain_training(
+    text: str, plain: NDArray[np.float32], void: float, fragments: int
+) -> None:
+    found = final(manifest(text, **LONE), Scenario(peers=1, void=void, fragments=fragments), seed=3)
+    # the parameters are of the order of one; what is counted twice or not at all shows as 1e-2 and more
+    assert np.abs(found - plain).max() < 1e-6
+
+
+def test_a_contribution_that_was_lost_is_in_the_next(text: str, plain: NDArray[np.float32]) -> None:
+    """With one peer a lost contribution is a round that ends without a commit; dropping it instead loses its steps."""
+    kept = final(manifest(text, **LONE), Scenario(peers=1, lost=0.5), seed=1)
+    assert np.abs(kept - plain).max() < 1e-6
+    # of two peers, one is left out now and then: what it did must not vanish
+    two = manifest(text, outer={"lr": 1.0, "momentum": 0.0})
+    runs = {rule: final(two, Scenario(peers=2, lost=0.5, left_out=rule), seed=1) for rule in ("keep", "drop")}
+    assert np.abs(runs["keep"] - runs["drop"]).max() > 1e-3
+
+
+def test_runs_repeat_to_the_bit_and_seeds_matter_only_where_something_is_drawn(text: str) -> None:
+    found = manifest(text, codec="int4")
+    scenario = Scenario(peers=3, lost=0.3, speeds=(1, 1, 2), deaths=((1, 0.3, 0.6),))
+    first, second, other = (final(found, scenario, seed) for seed in (4, 4, 5))
+    assert first.tobytes() == second.tobytes()
+    assert first.tobytes() != other.tobytes()
+    calm = Scenario(peers=3)
+    assert final(found, calm, 4).tobytes() == final(found, calm, 5).tobytes()
+
+
+def test_results_count_what_happened(text: str) -> None:
+    found = manifest(text, codec="int8")
+    size = found.state.parameters
+    result = simulate(found, Scenario(peers=4), 0, lambda done, total: None)
+    assert result["tokens"] == 4 * STEPS * ROUNDS * 2 * 32
+    assert (result["commits"], result["lost"], result["voids"]) == (ROUNDS, 0, 0)
+    assert result["bytes"] == pytest.approx(ROUNDS * 3 * 2 * size * (1 + 2 / 64), rel=1e-3)
+    assert [tick for tick, _, _ in result["transfers"]] == [STEPS * (k + 1) for k in range(ROUNDS)]
+    assert result["curve"][-1]["tick"] == STEPS * ROUNDS
+    assert result["loss"] < result["curve"][0]["loss"]
+    assert result["curve"][-1]["loss"] == pytest.approx(result["loss"], rel=0.2)
+
+
+def test_the_dead_are_missed_and_return_with_the_global_parameters(text: str) -> None:
+    whole, dead = (
+        simulate(manifest(text), Scenario(peers=2, deaths=deaths), 0, lambda done, total: None)
+        for deaths in ((), ((1, 0.25, 0.75),))
+    )
+    assert dead["tokens"] == whole["tokens"] * 3 / 4
+    assert dead["commits"] == whole["commits"]
+
+
+def test_nobody_waits_for_the_slow_unless_told_to(text: str) -> None:
+    uneven = {"peers": 2, "speeds": (1.0, 3.0)}
+    assert round_ticks(Scenario(**uneven), STEPS, 1) == 2
+    free = simulate(manifest(text), Scenario(**uneven), 0, lambda done, total: None)
+    # two ticks a round: two steps of the slow one, six of the fast one
+    assert free["tokens"] == ROUNDS * (2 + 6) * 2 * 32
+    waiting = manifest(text, round={"quorum": 2})
+    result = simulate(waiting, Scenario(**uneven, idle=True), 0, lambda done, total: None)
+    assert result["tokens"] == ROUNDS * 2 * STEPS * 2 * 32
+
+
+@pytest.mark.parametrize("change", [{"rank": 2}, {"merge": "radial"}, {"weights": "equal"}], ids=str)
+def test_experiments_learn(text: str, change: dict[str, Any]) -> None:
+    result = simulate(manifest(text, codec="int8"), Scenario(peers=2, **change), 0, lambda done, total: None)
+    assert result["loss"] < result["curve"][0]["loss"] - 0.3
+
+
+def test_low_rank_sends_less(text: str) -> None:
+    whole, factored = (
+        simulate(manifest(text, codec="int8"), Scenario(peers=2, rank=rank), 0, lambda done, total: None)["bytes"]
+        for rank in (0, 1)
+    )
+    assert factored < 0.5 * whole
+
+
+def test_data_parallel_is_one_optimizer_on_all_batches(text: str) -> None:
+    two = final(manifest(text, inner={"batch": 2}), Scenario(method="data-parallel", peers=2))
+    one = final(manifest(text, inner={"batch": 4}), Scenario(method="data-parallel", peers=1))
+    assert np.abs(two - one).max() < 1e-5
