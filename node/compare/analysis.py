@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .link import ROUND_TRIPS, STEP_TRIPS, Link, wall_times
+from .link import ROUND_TRIPS, STEP_TRIPS, Link, unpack_transfers, wall_times
 from .statistics import Paired, paired
 from .study import SWEEP_SEED, Job, Row, job
 
@@ -182,7 +182,7 @@ def curve(line: Line, seconds: float | None, link: Link) -> dict[str, list[float
             found[key].append([point[key] for point in points])
         if seconds is not None:
             ticks = [point["tick"] for point in points]
-            found["seconds"].append(wall_times(ticks, result["transfers"], seconds, link, trips))
+            found["seconds"].append(wall_times(ticks, unpack_transfers(result["transfers"]), seconds, link, trips))
     return {key: [statistics.fmean(values) for values in zip(*lists, strict=False)] for key, lists in found.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from atoll.protocol.errors import UsageError
 
@@ -43,14 +43,46 @@ class Link:
         return f"{self.bytes_per_second * 8e-6:g} Mbit/s, {self.latency * 1e3:g} ms"
 
 
+class Transfer(NamedTuple):
+    """The reduction of one round."""
+
+    begin: int
+    """Tick at which it begins."""
+    meanwhile: int
+    """Ticks for which training goes on before it must have ended."""
+    size: int
+    """Bytes that one peer sends."""
+
+
+def pack_transfers(transfers: Sequence[Transfer]) -> list[list[int]]:
+    """Runs of evenly spaced, equal transfers as [begin, meanwhile, size, count, spacing]."""
+    packed: list[list[int]] = []
+    for begin, meanwhile, size in transfers:
+        if packed and packed[-1][1:3] == [meanwhile, size]:
+            first, _, _, count, spacing = packed[-1]
+            if count == 1 or begin == first + count * spacing:
+                packed[-1][3:] = [count + 1, begin - first if count == 1 else spacing]
+                continue
+        packed.append([begin, meanwhile, size, 1, 0])
+    return packed
+
+
+def unpack_transfers(packed: Sequence[Sequence[int]]) -> list[Transfer]:
+    """The opposite of :func:`pack_transfers`."""
+    return [
+        Transfer(begin + k * spacing, meanwhile, size)
+        for begin, meanwhile, size, count, spacing in packed
+        for k in range(count)
+    ]
+
+
 def wall_times(
-    ticks: Sequence[int], transfers: Sequence[Sequence[Any]], step_seconds: float, link: Link, trips: float
+    ticks: Sequence[int], transfers: Sequence[Transfer], step_seconds: float, link: Link, trips: float
 ) -> list[float]:
     """Seconds from the start of a run to each of these ticks (rising).
 
-    transfers: (tick at which one begins, ticks for which training goes on meanwhile, bytes a peer sends), by tick. They
-    use the link one after the other; training stands still when the ticks are over before the transfer is, and a run is
-    over when the last transfer is.
+    transfers: by tick. They use the link one after the other; training stands still when the ticks are over before the
+    transfer is, and a run is over when the last transfer is.
     step_seconds: of a tick. trips: round trips of a transfer.
     """
     stalls: list[tuple[int, float]] = []

@@ -55,7 +55,7 @@ class Scenario(BaseModel):
     deaths: Deaths = ()
     weights: Literal["tokens", "tokens2/steps", "equal"] = "tokens"
     """Of a contribution in the mean: its tokens (the protocol's), tokens · tokens / steps (arXiv 2604.21428), or 1."""
-    merge: Literal["mean", "radial"] = "mean"
+    average: Literal["mean", "radial"] = "mean"
     """``radial``: the mean of norms times the mean direction, for each tensor but the embeddings (arXiv 2604.21428)."""
     fragments: int = Field(default=1, ge=1, le=64)
     """Parts of the model that have rounds of their own, staggered over H steps (Streaming DiLoCo, arXiv 2501.18512)."""
@@ -76,10 +76,10 @@ class Scenario(BaseModel):
                 problems.append(f"deaths: there is no peer {death.peer}; expected 0 to {self.peers - 1}")
             if not 0 <= death.begins < death.ends <= 1:
                 problems.append(f"deaths: expected shares 0 ≤ begins < ends ≤ 1, found {death.begins}, {death.ends}")
-        if self.fragments > 1 and (self.rank or self.merge == "radial"):
+        if self.fragments > 1 and (self.rank or self.average == "radial"):
             problems.append(f'fragments = {self.fragments} goes with neither rank nor merge = "radial"')
-        if self.rank and self.merge == "radial":
-            problems.append('merge = "radial" merges whole tensors, and rank sends their factors; choose one')
+        if self.rank and self.average == "radial":
+            problems.append('average = "radial" takes whole tensors, and rank sends their factors; choose one')
         if self.method == "data-parallel":
             plain = Scenario.model_construct(peers=self.peers)
             kept = {"method", "peers", "budget", "rate", "data_seed"}

@@ -30,6 +30,7 @@ from atoll.protocol.outer import outer_step
 from atoll.protocol.overlap import Merge, Overlap, move
 from atoll.protocol.theta0 import theta0
 
+from .link import Transfer, pack_transfers
 from .lowrank import LowRank
 from .merging import radial
 from .scenario import Scenario
@@ -38,7 +39,7 @@ Floats = NDArray[np.float32]
 Progress = Callable[[int, int], None]
 """Told the inner steps done and the inner steps of the whole run."""
 
-POINTS = 10
+POINTS = 8
 """Points of the curve, besides the end."""
 SAMPLE = 8
 """The curve is scored on every eighth batch of the held-out text, the end on all of it."""
@@ -105,8 +106,7 @@ class Traffic:
 
     total: int = 0
     """Bytes sent by all peers together: contributions and averages, no messages around them."""
-    transfers: list[tuple[int, int, int]] = field(default_factory=list)
-    """(tick at which it begins, ticks that training goes on meanwhile, bytes that one peer sends)."""
+    transfers: list[Transfer] = field(default_factory=list)
 
 
 class Simulation:
@@ -217,7 +217,7 @@ class Simulation:
             "lost": self.lost,
             "bytes": self.traffic.total,
             "curve": self.curve,
-            "transfers": self.traffic.transfers,
+            "transfers": pack_transfers(self.traffic.transfers),
             "step_seconds": self.training_seconds / max(self.steps, 1),
             "cpu_seconds": time.process_time() - began,
             "digest": blake3(self.params.tobytes()).hexdigest()[:16],
@@ -308,7 +308,7 @@ class Simulation:
     def _account(self, now: int, members: int, size: int) -> None:
         """A reduction in which every member sends 1/n of ``size`` bytes to each other one."""
         self.traffic.total += (members - 1) * size
-        self.traffic.transfers.append((now, self.tau, (members - 1) * size // members))
+        self.traffic.transfers.append(Transfer(now, self.tau, (members - 1) * size // members))
 
     def _contribution(self, peer: _Peer, fragment: int, chunks: Sequence[slice]) -> _Frozen:
         steps, tokens = peer.steps[fragment], peer.tokens[fragment]
@@ -406,7 +406,7 @@ class Simulation:
             return self._low_rank(contributions, flight)
         weights = [frozen.weight for frozen in contributions]
         chunks = self.fragments[fragment]
-        if self.scenario.merge == "radial":
+        if self.scenario.average == "radial":
             sent = [np.concatenate(frozen.sent) for frozen in contributions]
             merged = radial(sent, weights, self.specs)
             return [self._through(merged[chunk], self.averages)[0] for chunk in chunks]
@@ -478,7 +478,7 @@ class DataParallel(Simulation):
         members = self.scenario.peers
         size = 2 * 4 * self.params.size
         self.traffic.total += (members - 1) * size
-        self.traffic.transfers.append((now, 0, (members - 1) * size // members))
+        self.traffic.transfers.append(Transfer(now, 0, (members - 1) * size // members))
 
 
 def simulate(manifest: Manifest, scenario: Scenario, seed: int, on_progress: Progress) -> dict[str, Any]:

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from atoll.node.compare import report as reports
 from atoll.node.compare.analysis import Terms, survey
 from atoll.node.compare.command import CompareOptions, chosen, read
-from atoll.node.compare.link import Link, wall_times
+from atoll.node.compare.link import Link, Transfer, pack_transfers, unpack_transfers, wall_times
 from atoll.node.compare.lowrank import LowRank, gains
 from atoll.node.compare.merging import radial
 from atoll.node.compare.results import Results
@@ -89,22 +91,34 @@ def test_verdicts() -> None:
 
 def test_a_round_without_overlap_stops_training_for_its_transfer() -> None:
     link = Link.parse("8mbit, 50ms")
-    transfers = [(10, 0, 2_000_000), (20, 0, 2_000_000)]
+    transfers = [Transfer(10, 0, 2_000_000), Transfer(20, 0, 2_000_000)]
     assert wall_times([5, 10, 15, 20], transfers, 0.1, link, 1) == pytest.approx([0.5, 3.1, 3.6, 6.2])
 
 
 def test_a_transfer_hides_behind_the_steps_of_its_overlap() -> None:
     link = Link.parse("8mbit,0ms")
-    assert wall_times([10, 12, 20], [(10, 5, 400_000)], 0.1, link, 1) == pytest.approx([1.0, 1.2, 2.0])
+    assert wall_times([10, 12, 20], [Transfer(10, 5, 400_000)], 0.1, link, 1) == pytest.approx([1.0, 1.2, 2.0])
     # 1.0 s of transfer behind 0.5 s of steps: what is left over stops training at the end of the overlap
-    assert wall_times([10, 14, 15, 20], [(10, 5, 1_000_000)], 0.1, link, 1) == pytest.approx([1.0, 1.4, 2.0, 2.5])
+    assert wall_times([10, 14, 15, 20], [Transfer(10, 5, 1_000_000)], 0.1, link, 1) == pytest.approx(
+        [1.0, 1.4, 2.0, 2.5]
+    )
     # the run is over when the last transfer is
-    assert wall_times([10], [(10, 5, 1_000_000)], 0.1, link, 1) == pytest.approx([2.0])
+    assert wall_times([10], [Transfer(10, 5, 1_000_000)], 0.1, link, 1) == pytest.approx([2.0])
 
 
 def test_transfers_share_the_link() -> None:
-    found = wall_times([20], [(10, 10, 1_000_000), (11, 9, 1_000_000)], 0.1, Link.parse("8mbit,0ms"), 0)
+    found = wall_times([20], [Transfer(10, 10, 1_000_000), Transfer(11, 9, 1_000_000)], 0.1, Link.parse("8mbit,0ms"), 0)
     assert found == pytest.approx([3.0])
+
+
+@given(st.lists(st.builds(Transfer, st.integers(0, 50), st.integers(0, 2), st.integers(0, 2))))
+def test_packed_transfers_are_the_same(transfers: list[Transfer]) -> None:
+    ordered = sorted(transfers)
+    assert unpack_transfers(pack_transfers(ordered)) == ordered
+
+
+def test_even_transfers_take_one_entry() -> None:
+    assert pack_transfers([Transfer(30 * k, 2, 99) for k in range(1, 100)]) == [[30, 2, 99, 99, 30]]
 
 
 @pytest.mark.parametrize("text", ["20", "20mbit", "fast,1ms", "0mbit,1ms", "1.2.3mbit,1ms"])
@@ -235,7 +249,7 @@ def results_of(losses: Mapping[tuple[str, int], float | None]) -> Any:
             return None
         return {
             "loss": losses[name], "tokens": 10, "bytes": 20, "commits": 2, "voids": 0, "lost": 0, "commit": "c",
-            "code": "d", "step_seconds": 0.01, "cpu_seconds": 1.0, "transfers": [[5, 0, 1000]],
+            "code": "d", "step_seconds": 0.01, "cpu_seconds": 1.0, "transfers": [[5, 0, 1000, 1, 0]],
             "curve": [{"tick": 5, "tokens": 10, "bytes": 20, "loss": losses[name]}],
         }  # fmt: skip
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from atoll.node.compare.link import unpack_transfers
 from atoll.node.compare.scenario import Scenario
 from atoll.node.compare.simulate import DataParallel, Simulation, round_ticks, simulate
 from atoll.node.run_defaults import new_manifest
@@ -100,7 +101,8 @@ def test_results_count_what_happened(text: str) -> None:
     assert result["tokens"] == 4 * STEPS * ROUNDS * 2 * 32
     assert (result["commits"], result["lost"], result["voids"]) == (ROUNDS, 0, 0)
     assert result["bytes"] == pytest.approx(ROUNDS * 3 * 2 * size * (1 + 2 / 64), rel=1e-3)
-    assert [tick for tick, _, _ in result["transfers"]] == [STEPS * (k + 1) for k in range(ROUNDS)]
+    ticks = [transfer.begin for transfer in unpack_transfers(result["transfers"])]
+    assert ticks == [STEPS * (k + 1) for k in range(ROUNDS)]
     assert result["curve"][-1]["tick"] == STEPS * ROUNDS
     assert result["loss"] < result["curve"][0]["loss"]
     assert result["curve"][-1]["loss"] == pytest.approx(result["loss"], rel=0.2)
@@ -126,7 +128,7 @@ def test_nobody_waits_for_the_slow_unless_told_to(text: str) -> None:
     assert result["tokens"] == ROUNDS * 2 * STEPS * 2 * 32
 
 
-@pytest.mark.parametrize("change", [{"rank": 2}, {"merge": "radial"}, {"weights": "equal"}], ids=str)
+@pytest.mark.parametrize("change", [{"rank": 2}, {"average": "radial"}, {"weights": "equal"}], ids=str)
 def test_experiments_learn(text: str, change: dict[str, Any]) -> None:
     result = simulate(manifest(text, codec="int8"), Scenario(peers=2, **change), 0, lambda done, total: None)
     assert result["loss"] < result["curve"][0]["loss"] - 0.3
