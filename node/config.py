@@ -109,7 +109,7 @@ class DataConfig(_Table):
 class InnerConfig(_Table):
     """The inner optimizer. Rates are peaks; :func:`atoll.node.optim.rate` gives the factor at a moment of the run."""
 
-    optimizer: Literal["muon", "adamw"] = INNER["optimizer"]
+    optimizer: Literal["muon", "adamw", "adamw8bit"] = INNER["optimizer"]
     """``muon``: Muon for the matrices inside the layers, AdamW for embedding, norms and head."""
     lr: float = Field(default=INNER["lr"], gt=0, le=10)
     """Rate of Muon (of the matrices); with ``adamw`` unused."""

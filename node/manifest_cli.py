@@ -26,6 +26,7 @@ FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The manifest
 class Optimizer(StrEnum):
     muon = "muon"
     adamw = "adamw"
+    adamw8bit = "adamw8bit"
 
 
 class Codec(StrEnum):

@@ -1,4 +1,4 @@
-"""The inner optimizer: AdamW for everything, or Muon for the matrices and AdamW for the rest.
+"""The inner optimizer: AdamW for everything, or Muon or 8-bit AdamW for the matrices and AdamW for the rest.
 
 Its state is a peer's own and lives on across rounds; only parameters are averaged (DiLoCo, arXiv:2311.08105). Rates
 follow the progress of the whole run, not the steps of this process, so that a peer that joins late uses the rate the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from torch.optim.adamw import adamw
 from .config import InnerConfig
 from .model import Transformer
 from .specs import matrices
+
+if TYPE_CHECKING:
+    from .optim8bit import AdamW8bit
 
 
 def rate(config: InnerConfig, progress: float) -> float:
@@ -52,8 +55,12 @@ class InnerOptimizer:
         embeddings = ("embedding", "head")
         decayed = [p for n, p in rest if p.dim() > 1 and n not in embeddings]
         others = [p for n, p in rest if p.dim() < 2 or n in embeddings]
-        groups = [(decayed, config.weight_decay), (others, 0.0)]
-        self.adamw = [AdamW(group, config, decay) for group, decay in groups if group]
+        self.adamw: list[AdamW | AdamW8bit] = []
+        if decayed:
+            self.adamw.append(_kind(config)(decayed, config, config.weight_decay))
+        if others:
+            # embeddings too, whose state is best not in 8 bits (arXiv:2110.02861)
+            self.adamw.append(AdamW(others, config, 0.0))
 
     def step(self, progress: float) -> bool:
         """Update at ``progress`` of the run. False, and nothing changed, when the gradient is not finite."""
@@ -69,6 +76,15 @@ class InnerOptimizer:
         for parameter in self.parameters:
             parameter.grad = None
         return finite
+
+
+def _kind(config: InnerConfig) -> type[AdamW] | type[AdamW8bit]:
+    if config.optimizer != "adamw8bit":
+        return AdamW
+    # bitsandbytes takes seconds to import
+    from .optim8bit import AdamW8bit
+
+    return AdamW8bit
 
 
 class AdamW:

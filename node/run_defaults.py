@@ -203,7 +203,7 @@ def data_here(config: DataConfig, context: int) -> str | None:
 
 
 def _rate(optimizer: str | None) -> str:
-    return "adamw_lr" if optimizer == "adamw" else "lr"
+    return "adamw_lr" if optimizer in ("adamw", "adamw8bit") else "lr"
 
 
 def _given(**values: Any) -> dict[str, Any]:

@@ -12,8 +12,10 @@ from torch import nn
 
 from atoll.node.config import InnerConfig, ModelConfig
 from atoll.node.model import Transformer
-from atoll.node.optim import AdamW, InnerOptimizer, Muon, orthogonalise, progress_of_run, rate
+from atoll.node.optim import AdamW, InnerOptimizer, Muon, _kind, orthogonalise, progress_of_run, rate
+from atoll.node.optim8bit import AdamW8bit
 from atoll.node.specs import count_parameters
+from atoll.protocol.errors import ResourceError
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
@@ -112,6 +114,31 @@ def test_adamw_takes_the_steps_of_its_paper() -> None:
         v = 0.95 * v + 0.05 * gradient.double() ** 2
         expected = expected - lr * (m / (1 - 0.9**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-8) + 0.1 * expected)
         torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_eight_bits_of_state_train_about_as_well() -> None:
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(3)
+    target = torch.randn(64, 128)
+    ends = {}
+    for name in ("adamw", "adamw8bit"):
+        config = InnerConfig.from_table({"optimizer": name})
+        parameter = nn.Parameter(torch.zeros(64, 128))
+        optimizer = _kind(config)([parameter], config, 0.0)
+        for _ in range(60):
+            parameter.grad = parameter.detach() - target
+            optimizer.step(0.05)
+        ends[name] = float((parameter.detach() - target).square().mean())
+    assert isinstance(optimizer, AdamW8bit)
+    assert optimizer.optimizer.state[parameter]["state1"].dtype is torch.uint8
+    assert ends["adamw8bit"] < 0.1
+    assert ends["adamw8bit"] == pytest.approx(ends["adamw"], abs=0.05)
+
+
+def test_a_missing_bitsandbytes_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as where it is not installed
+    with pytest.raises(ResourceError, match=r"pip install 'atoll\[bitsandbytes\]'"):
+        AdamW8bit([nn.Parameter(torch.zeros(4, 4))], InnerConfig(), 0.0)
 
 
 def test_training_does_not_import_the_compiler() -> None:
