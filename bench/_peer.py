@@ -167,7 +167,7 @@ class BenchPeer:
 
     # --- a round
 
-    def _refused(self, peer: Any, reason: str) -> None:
+    def _refused(self, peer: Any, reason: str, fault: Any = None) -> None:
         print(f"peer {self.index}: refused {peer}: {reason}", flush=True)
 
     def _events(self, event: str, /, **fields: Any) -> None:

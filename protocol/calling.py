@@ -23,6 +23,8 @@ class Calling:
     round: int
     base: Head
     expected: set[PeerId]
+    leases: bool = False
+    """For leases alone: nobody brings a weight."""
     entered: dict[PeerId, Member] = field(default_factory=dict)
     answered: set[PeerId] = field(default_factory=set)
     """Who entered or refused; the busy are asked again."""

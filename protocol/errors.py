@@ -11,10 +11,12 @@
     ├── NetworkError                4   an address is wrong or nobody answers
     │   ├── AddressError            4   a run address that cannot be read
     │   ├── TransportError          4   (see below; normally handled inside the protocol)
-    │   │   ├── PeerUnreachable         nobody answers there
-    │   │   ├── StreamClosed            the stream ended before its explicit end
-    │   │   └── PeerMisbehaved          the peer broke the protocol (attributed to it)
-    │   │       └── FrameTooLarge       a frame above the reader's limit
+    │   │   ├── PeerUnreachable         nobody answers there                                    gone
+    │   │   ├── StreamClosed            the stream ended before its explicit end                gone
+    │   │   ├── PeerSlow                it lives, and does not do its part in time              slow
+    │   │   ├── PeerMisbehaved          the peer broke the protocol (attributed to it)          hostile
+    │   │   │   └── FrameTooLarge       a frame above the reader's limit                        hostile
+    │   │   └── NetworkDown             this machine's own way out is down                      local
     │   └── WrongRun                4   the other side serves another run
     ├── DataError                   5   training data missing, empty or different
     ├── StateError                  6   a state folder or a checkpoint is unusable
@@ -28,15 +30,44 @@
 
 Exit codes are stable: 0 done, 1 a defect in atoll, 130 Ctrl-C; the others stand above. A message says what was
 expected, what was found and what to do.
+
+Whose fault an error is (:class:`Fault`) stands at the right; where nothing stands it is local, and no peer is blamed.
 """
 
 from __future__ import annotations
+
+from enum import Enum
+from typing import ClassVar
+
+
+class Fault(Enum):
+    """Where the cause of a failure between two peers lies. Only the first three are the other peer's."""
+
+    GONE = "gone"
+    """It cannot be reached, or the stream to it broke: it, or something on the way, is no longer there."""
+    SLOW = "slow"
+    """It lives, and does not do in time what it owes."""
+    HOSTILE = "hostile"
+    """It broke the protocol."""
+    LOCAL = "local"
+    """This machine: its disk, its memory, its own way to the network."""
 
 
 class AtollError(Exception):
     """Root of every error that atoll raises on purpose. ``exit_code`` is what the command line ends with."""
 
     exit_code = 1
+    fault: ClassVar[Fault] = Fault.LOCAL
+
+
+def fault_of(error: BaseException) -> Fault:
+    """Whose fault a failure is that came up while something was done with a peer.
+
+    A wait that ran out is the peer's slowness; what is not atoll's own error (a full disk, no memory) is local.
+    """
+    if isinstance(error, AtollError):
+        return error.fault
+    return Fault.SLOW if isinstance(error, TimeoutError) else Fault.LOCAL
 
 
 class UsageError(AtollError):
@@ -80,6 +111,8 @@ class WrongRun(NetworkError):
 class TransportError(NetworkError):
     """Something between two peers failed; the protocol handles it."""
 
+    fault = Fault.GONE
+
 
 class PeerUnreachable(TransportError):
     """Nobody answers at that peer, in the time given."""
@@ -89,8 +122,22 @@ class StreamClosed(TransportError):
     """The stream ended before its explicit end, or was used after it."""
 
 
+class PeerSlow(TransportError):
+    """A peer lives, and does not do in time what it owes."""
+
+    fault = Fault.SLOW
+
+
+class NetworkDown(TransportError):
+    """This machine's own way to the network is down (its p2p daemon restarts): says nothing about any peer."""
+
+    fault = Fault.LOCAL
+
+
 class PeerMisbehaved(TransportError):
     """A peer broke the protocol. ``peer`` names it."""
+
+    fault = Fault.HOSTILE
 
     def __init__(self, message: str, peer: str | None = None) -> None:
         super().__init__(message)

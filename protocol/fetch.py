@@ -22,7 +22,7 @@ from .checkpoints import blob_span, digest_of, split
 from .codecs import averages_codec, get_codec
 from .commits import START, Position, averaged_tokens, check_child, position_of, verify_commit
 from .disk import Buffer
-from .errors import AtollError, PeerMisbehaved, PeerUnreachable, TransportError
+from .errors import Fault, NetworkDown, PeerMisbehaved, PeerUnreachable, TransportError, fault_of
 from .identity import Signer
 from .layout import ChunkLayout
 from .manifest import Manifest
@@ -112,8 +112,8 @@ class _Piece:
 class Fetcher:
     """Fetches from donors, for one peer of one run.
 
-    codec and layout come from the manifest. report: told which donor was dropped and why. progress: told bytes done
-    and bytes in all, of the transfer under way.
+    codec and layout come from the manifest. report: told which donor was dropped, why, and whose fault it is.
+    progress: told bytes done and bytes in all, of the transfer under way.
     parallel: donors used at once. window: requests that one donor has outstanding.
     """
 
@@ -124,7 +124,7 @@ class Fetcher:
         layout: ChunkLayout,
         signer: Signer,
         *,
-        report: Callable[[PeerId, str], None] = lambda peer, reason: None,
+        report: Callable[[PeerId, str, Fault], None] = lambda peer, reason, fault: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
         parallel: int = 4,
         window: int = 4,
@@ -153,11 +153,14 @@ class Fetcher:
         current: the caller's own head; None comes back when nobody offers a better one. starts: what the caller can
         restore itself (:meth:`Store.restorable`), θ₀ under :data:`NO_DIGEST` included.
         Raises :class:`TransportError` when a better head is offered and no way to it could be verified, or when
-        nobody answers.
+        nobody answers; :class:`NetworkDown` when it is this machine that reaches nobody.
         """
         donors = self._trusted(donors)
         answers = await asyncio.gather(*(self._offer(peer) for peer in donors))
-        offers = {peer: heads for peer, heads in zip(donors, answers, strict=True) if heads is not None}
+        offers = {peer: found for peer, found in zip(donors, answers, strict=True) if isinstance(found, Heads)}
+        for answer in answers:
+            if isinstance(answer, NetworkDown) and not offers:
+                raise answer
         if not offers:
             raise PeerUnreachable(f"none of {len(donors)} peers says what head it has")
         for peer in sorted(offers, key=lambda peer: _rank(offers[peer].best)):
@@ -173,11 +176,13 @@ class Fetcher:
                     del offers[peer]
         raise TransportError("peers offer a better head, and no way to it could be verified")
 
-    async def _offer(self, peer: PeerId) -> Heads | None:
+    async def _offer(self, peer: PeerId) -> Heads | NetworkDown | None:
         try:
             # One limit for all of it: who answers "wait" for ever must not hold up what the others say.
             async with asyncio.timeout(self._patience):
                 return await ask(self._transport, peer, GetHeads(), Heads, limit=1 << 16, patience=self._patience)
+        except NetworkDown as error:
+            return error
         except (TransportError, TimeoutError) as error:
             self._drop(peer, error)
             return None
@@ -443,10 +448,13 @@ class Fetcher:
     def _trusted(self, donors: Sequence[PeerId]) -> list[PeerId]:
         return [peer for peer in donors if peer not in self._liars and peer != self._transport.peer_id]
 
-    def _drop(self, peer: PeerId, error: AtollError | TimeoutError) -> None:
+    def _drop(self, peer: PeerId, error: TransportError | TimeoutError) -> None:
+        """Go on without a donor. Raises :class:`NetworkDown` again: then it is not the donor."""
+        if isinstance(error, NetworkDown):
+            raise error
         if isinstance(error, PeerMisbehaved):
             self._liars[peer] = None
-        self._report(peer, str(error) or "it does not answer in time")
+        self._report(peer, str(error) or "it does not answer in time", fault_of(error))
 
 
 @dataclass(eq=False)

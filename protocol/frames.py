@@ -17,6 +17,8 @@ _AHEAD = 1 << 16
 _HEADER = 4
 LINGER = 10.0
 """Seconds a closed stream may take to hand over what was sent."""
+LINGER_BYTES = 16 << 20
+"""Bytes that are still read, and thrown away, meanwhile: who sees the end stops, and what was under way is less."""
 
 
 class FrameStream(Stream):
@@ -49,6 +51,7 @@ class FrameStream(Stream):
         self._frame: bytearray | None = None  # survives a cancelled receive()
         self._filled = 0
         self._broken: str | None = None
+        self._unreadable = False
         self._closing: asyncio.Task[None] | None = None
 
     async def send(self, *parts: bytes | bytearray | memoryview) -> None:
@@ -81,6 +84,8 @@ class FrameStream(Stream):
     async def receive_view(self, limit: int = DEFAULT_FRAME_LIMIT) -> memoryview:
         async with self._receiving:
             self._check()
+            if self._unreadable:
+                raise StreamClosed("the stream cannot be read any more: an earlier frame was above the limit")
             if self._frame is None:
                 while self._end - self._start < _HEADER:
                     await self._fill()
@@ -117,7 +122,7 @@ class FrameStream(Stream):
 
     async def _finish(self) -> None:
         try:
-            await self._pipe.drain(LINGER)
+            await self._pipe.drain(LINGER, LINGER_BYTES)
         finally:
             self._pipe.close()
 
@@ -145,7 +150,7 @@ class FrameStream(Stream):
 
     def _check_size(self, size: int, limit: int) -> None:
         if size > limit:
-            self._broken = "an earlier frame was above the limit"
+            self._unreadable = True  # only that: whoever sends meanwhile is not to hide this error
             raise FrameTooLarge(
                 f"a frame of {size} bytes from {self.peer}, where at most {limit} are allowed", self.peer
             )

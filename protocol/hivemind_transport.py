@@ -16,7 +16,7 @@ import logging
 import random
 import socket
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,7 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from .address import Multiaddr
-from .errors import AddressError, AtollError, NetworkError, PeerUnreachable, ResourceError, TransportError
+from .errors import (
+    AddressError,
+    AtollError,
+    NetworkDown,
+    NetworkError,
+    PeerUnreachable,
+    ResourceError,
+    StreamClosed,
+    TransportError,
+)
 from .frames import FrameStream
 from .hivemind_dht import Gate, HivemindDht, Validate, ValidatorObject
 from .hivemind_import import P2P
@@ -33,8 +42,9 @@ from .identity import load_or_create_identity
 from .p2pd import NOT_YET, Daemon, DaemonOptions, PrivateFolder
 from .pipes import Pipe
 from .ports import reserve
+from .quota import StreamQuota
 from .records import BUCKETS, dht_key
-from .transport import P, PeerId, R, Stream, Transport
+from .transport import P, PeerId, R, Standing, Stream, Transport
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +62,6 @@ _EXPLORE_AT = (1.0, 5.0, 15.0)
 _EXPLORE_EVERY = 60.0
 _RESTART_DELAYS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 _DIAL_TIMEOUT = 8.0
-_MAX_INBOUND = 1024
-_MAX_INBOUND_OF_A_PEER = 128
 _MAX_BOOK = 4096
 _CLOSE_STREAMS = 1.5
 _CLOSE_DAEMON = 1.5
@@ -113,7 +121,7 @@ class HivemindTransport(Transport):
         self._pool = ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="atoll-offload")
         self._handlers: dict[str, Callable[[Stream], Awaitable[None]]] = {}
         self._handling: set[asyncio.Task[None]] = set()
-        self._inbound: Counter[PeerId] = Counter()
+        self._quota = StreamQuota()
         self._streams: dict[FrameStream, asyncio.Task[None] | None] = {}
         self._book: OrderedDict[PeerId, list[str]] = OrderedDict()
         self._up = asyncio.Event()
@@ -227,9 +235,14 @@ class HivemindTransport(Transport):
                     await daemon.connect(peer, addresses, timeout)
                 return self._stream(await daemon.open(peer, name, timeout), peer)
         except TimeoutError:
+            if not self._up.is_set():
+                raise NetworkDown(f"the own p2p daemon has not been back within {timeout:g} s") from None
             raise PeerUnreachable(f"{peer}: no answer within {timeout:g} s for {protocol!r}") from None
-        except PeerUnreachable:
+        except (PeerUnreachable, NetworkDown):
             raise
+        except StreamClosed as error:
+            # The daemon's socket, not the peer's stream: it has just died.
+            raise NetworkDown(f"the own p2p daemon is gone: {error}") from None
         except (TransportError, ValueError) as error:
             raise PeerUnreachable(f"{peer}: {error}") from None
 
@@ -241,6 +254,9 @@ class HivemindTransport(Transport):
                 await self._daemon_now().register(name)
             except TransportError:
                 pass  # the daemon has just died: the next one is told
+
+    def guard(self, standing: Callable[[PeerId], Standing]) -> None:
+        self._quota.standing = standing
 
     async def offload(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         loop = asyncio.get_running_loop()
@@ -310,7 +326,7 @@ class HivemindTransport(Transport):
 
     def _daemon_now(self) -> Daemon:
         if self._daemon is None:
-            raise PeerUnreachable("the own p2p daemon is restarting")
+            raise NetworkDown("the own p2p daemon is restarting")
         return self._daemon
 
     async def _start(self) -> None:
@@ -495,34 +511,29 @@ class HivemindTransport(Transport):
 
     async def _arrived(self, name: str, peer: PeerId, pipe: Pipe) -> None:
         handler = self._handlers.get(name)
-        if (
-            handler is None
-            or self._closing is not None
-            or self._inbound.total() >= _MAX_INBOUND
-            or self._inbound[peer] >= _MAX_INBOUND_OF_A_PEER
-        ):
-            log.info("a stream of %s for %s was turned away", peer, name)
+        standing = self._quota.take(peer) if handler is not None and self._closing is None else None
+        if handler is None or standing is None:
+            log.debug("a stream of %s for %s was turned away", peer, name)
             pipe.close()
             return
-        self._inbound[peer] += 1
-        task = asyncio.create_task(self._handle(self._stream(pipe, peer), name, handler))
+        task = asyncio.create_task(self._handle(self._stream(pipe, peer), name, handler, standing))
         self._handling.add(task)
         task.add_done_callback(self._handling.discard)
 
-    async def _handle(self, stream: FrameStream, name: str, handler: Callable[[Stream], Awaitable[None]]) -> None:
+    async def _handle(
+        self, stream: FrameStream, name: str, handler: Callable[[Stream], Awaitable[None]], standing: Standing
+    ) -> None:
         try:
             await handler(stream)
         except TransportError as error:
-            log.info("a stream of %s for %s ended: %s", stream.peer, name, error)
+            log.info("a stream of %s for %s ended (%s): %s", stream.peer, name, error.fault.value, error)
         except Exception as error:
             asyncio.get_running_loop().call_exception_handler(
                 {"message": f"defect in the handler of {name}, called by {stream.peer}", "exception": error}
             )
         finally:
             await stream.close()
-            self._inbound[stream.peer] -= 1
-            if not self._inbound[stream.peer]:
-                del self._inbound[stream.peer]
+            self._quota.give(stream.peer, standing)
 
     # The end
 

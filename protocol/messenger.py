@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from .control import Control
-from .errors import PeerMisbehaved, PeerUnreachable, TransportError
+from .errors import NetworkDown, PeerMisbehaved, PeerUnreachable, TransportError
 from .messages import MAX_MEMBERS, decode, encode
 from .transport import PeerId, Stream, Transport
 
@@ -171,6 +171,11 @@ class Messenger:
                             link.failed_at = None
                         async with asyncio.timeout(2 * self._silence):
                             await link.stream.send(data)
+                    except NetworkDown:
+                        # Says nothing about the peer; and what others sent meanwhile could not arrive.
+                        self.forgive()
+                        await asyncio.sleep(self._silence / 5)
+                        continue
                     except PeerUnreachable:
                         link.failed_at = self._transport.now()
                         link.queue.clear()

@@ -51,7 +51,16 @@ from .control import (
 )
 from .deadline import ASSUMED, encoded_size, transfer_seconds
 from .directory import Directory
-from .errors import DiskFull, NonFinite, PeerMisbehaved, ResourceError, RoundVoid, StateError, TransportError
+from .errors import (
+    DiskFull,
+    Fault,
+    NonFinite,
+    PeerMisbehaved,
+    ResourceError,
+    RoundVoid,
+    StateError,
+    TransportError,
+)
 from .fetch import Fetcher, Plan
 from .identity import Signer
 from .island import Island, Progress, Snapshot
@@ -67,7 +76,7 @@ from .round import Events, Round, Surroundings
 from .state import GlobalState
 from .store import Store
 from .transfer import Donor
-from .transport import PeerId, Stream, Transport
+from .transport import PeerId, Standing, Stream, Transport
 
 REPORT_EVERY = 2.0
 """Seconds between two reports to the first candidates."""
@@ -172,7 +181,7 @@ class Peer:
         )
         self.donor = Donor(
             transport, store, admits=manifest.admits, busy=lambda: self._round is not None, recent=self._recent,
-            refused=self._refuse,
+            member=self._in_round, refused=self._refuse, warn=lambda message: self._events("warning", message=message),
         )  # fmt: skip
         self.fetcher = Fetcher(
             transport, manifest, self.layout, signer, report=self._refuse, progress=self._transferred
@@ -235,6 +244,7 @@ class Peer:
         loop = asyncio.get_running_loop()
         try:
             await self._load()
+            self.transport.guard(self._standing)
             await self.messenger.start()
             await self.transport.serve(REDUCE, self._serve_reduce)
             await self.donor.start()
@@ -297,8 +307,18 @@ class Peer:
             self._events("state", state=state, **({"reason": reason} if reason else {}))
             self.directory.publish_soon()
 
-    def _refuse(self, peer: PeerId, reason: str) -> None:
-        self._events("refused", peer=peer, reason=reason)
+    def _refuse(self, peer: PeerId, reason: str, fault: Fault = Fault.HOSTILE) -> None:
+        self._events("refused", peer=peer, reason=reason, fault=fault.value)
+
+    def _standing(self, peer: PeerId) -> Standing:
+        if not self.manifest.admits(peer):
+            return Standing.STRANGER
+        if self._in_round(peer):
+            return Standing.MEMBER
+        return Standing.KNOWN if peer in self.directory.known else Standing.UNKNOWN
+
+    def _in_round(self, peer: PeerId) -> bool:
+        return self._round is not None and peer in self._round.peers
 
     def _record(self, expires: float) -> Record:
         progress = self.island.progress() if self.island is not None else Progress()
@@ -682,7 +702,7 @@ class Peer:
                 if invitation is not None and (invitation.coordinator, invitation.call.call) == (peer, message.call):
                     self._invitation = None
             case Sealed():
-                self._offer_seal(message)
+                self._offer_seal(peer, message)
             case Ping() | Reassign() | Ballot() | Voided():
                 self._for_round(peer, message)
             case Committed():
@@ -748,7 +768,13 @@ class Peer:
             return
         match message:
             case Enter():
-                calling.enter(peer, message)
+                most = 0 if calling.leases else self.manifest.round.weight_cap
+                if message.member.peer != peer or message.member.weight > most:
+                    self._refuse(peer, f"it enters with weight {message.member.weight}, allowed are {most}")
+                    self.messenger.post(peer, Release(message.call))
+                    calling.answer(peer)
+                else:
+                    calling.enter(peer, message)
             case Busy():
                 calling.busy[peer] = PeerId(message.coordinator)
                 calling.changed.set()
@@ -756,19 +782,23 @@ class Peer:
                 self._learn_head(peer, message.head)
                 calling.answer(peer)
 
-    def _offer_seal(self, sealed: Sealed) -> None:
+    def _offer_seal(self, sender: PeerId, sealed: Sealed) -> None:
         call, seal = self._awaited, sealed.seal
         if call is None or self._engaged != seal.coordinator or seal.nonce != call.call:
+            return
+        coordinator = PeerId(seal.coordinator)
+        if not self.signer.verify(coordinator, seal_bytes(hash_of(seal)), sealed.signature):
+            # Whoever forged it: the coordinator's own may still come.
+            self._refuse(sender, "a seal whose signature does not verify")
             return
         try:
             check_seal(seal, self.manifest, self.layout)
             if (seal.round, seal.leases) != (call.round, call.leases):
                 raise PeerMisbehaved("a seal that is not what was called for")
-            if not self.signer.verify(PeerId(seal.coordinator), seal_bytes(hash_of(seal)), sealed.signature):
-                raise PeerMisbehaved("a seal whose signature does not verify")
         except PeerMisbehaved as error:
-            # Whoever sent it, the coordinator's own may still come.
-            self._refuse(PeerId(seal.coordinator), str(error))
+            self._refuse(coordinator, str(error))
+            self._voids[coordinator] = self._voids.get(coordinator, 0) + 1
+            self._resolve_seal(None)
             return
         self._resolve_seal(sealed)
 
@@ -817,18 +847,40 @@ class Peer:
 
     async def _serve_reduce(self, stream: Stream) -> None:
         """A member opened a reduce stream; its first frame carries the roster, news that may come before the seal."""
-        try:
-            async with asyncio.timeout(2 * self._silence):
-                hello = decode(await stream.receive(HELLO_LIMIT), Hello, stream.peer)
-            roster_id = hash_of(hello.seal)
-            self._offer_seal(Sealed(hello.seal, hello.signature))
-            async with asyncio.timeout(self._silence):
-                while self._round is None or self._round.roster_id != roster_id:
-                    await self._round_began.wait()
-        except TimeoutError:
+        peer = stream.peer
+        if not self.manifest.admits(peer):
+            self._refuse(peer, "the manifest does not admit this peer")
             return
-        if self._round is not None and self._round.roster_id == roster_id and stream.peer in self._round.peers:
+        try:
+            try:
+                async with asyncio.timeout(2 * self._silence):
+                    hello = decode(await stream.receive(HELLO_LIMIT), Hello, peer)
+            except TimeoutError:
+                self._refuse(peer, f"a reduce stream without a hello in {2 * self._silence:.1f} s", Fault.SLOW)
+                return
+            roster_id = hash_of(hello.seal)
+            if self._round is None or self._round.roster_id != roster_id:
+                self._check_hello(peer, hello, roster_id)
+                self._offer_seal(peer, Sealed(hello.seal, hello.signature))
+            try:
+                async with asyncio.timeout(self._silence):
+                    while self._round is None or self._round.roster_id != roster_id:
+                        await self._round_began.wait()
+            except TimeoutError:
+                return  # one that ended here, or never began
             await self._round.serve(stream, hello)
+        except PeerMisbehaved as error:
+            self._refuse(peer, str(error))
+
+    def _check_hello(self, peer: PeerId, hello: Hello, roster_id: bytes) -> None:
+        """Raise :class:`PeerMisbehaved` unless this is a roster that both are in and its coordinator signed."""
+        seal = hello.seal
+        members = {member.peer for member in seal.members}
+        if peer not in members or self.transport.peer_id not in members:
+            raise PeerMisbehaved("a reduce stream for a roster that not both are in")
+        if not self.signer.verify(PeerId(seal.coordinator), seal_bytes(roster_id), hello.signature):
+            raise PeerMisbehaved("a reduce stream for a roster that its coordinator did not sign")
+        check_seal(seal, self.manifest, self.layout)
 
     # --- calling and entering ------------------------------------------------------------------------------------
 
@@ -907,7 +959,8 @@ class Peer:
                     self._patience[peer] = (count, now + self._silence * 2 ** min(count, 10))
         chosen = chosen[: rules.max_group - 1]
         spare = [p for p in self.directory.candidates() if p not in live and not self.messenger.failing(p)]
-        calling = Calling(self.transport.random.randbytes(16), self._last_round + 1, self.head, set(chosen))
+        leases = due is Due.LEASES
+        calling = Calling(self.transport.random.randbytes(16), self._last_round + 1, self.head, set(chosen), leases)
         self._calling, self._engaged = calling, self.transport.peer_id
         call = Call(calling.nonce, calling.round, 0, self.head, due is Due.LEASES)
         called = [*chosen, *spare[: rules.max_group - 1 - len(chosen)]]
@@ -1029,6 +1082,7 @@ class Peer:
         around = Surroundings(
             self.transport, self.messenger, self.signer, self.manifest, self.layout, self.replica, self._events,
             fetch=self.fetcher.chunks, everyone=lambda: list(self.directory.known), obsolete=self._obsolete,
+            afterwards=self._spawn,
         )  # fmt: skip
         current = Round(around, seal, sealed.signature, roster_id, self.island.local)
         self._round = current
@@ -1273,6 +1327,9 @@ class Peer:
             self._plan = await self.fetcher.plan(claimants, self.head, starts)
         except (TransportError, ResourceError, StateError) as error:
             self._events("warning", message=f"cannot catch up yet: {error}")
+            if error.fault is Fault.LOCAL:
+                claimants = []  # nothing was learnt about them
+                await asyncio.sleep(self._silence)
         if self._plan is None:
             for peer in claimants:
                 self._disbelieve(peer)
@@ -1299,8 +1356,11 @@ class Peer:
             await self.fetcher.carry_out(plan, self.store, self._keep)
         except (TransportError, ResourceError, StateError, NonFinite) as error:
             self._events("warning", message=f"cannot catch up yet: {error}")
-            for peer in plan.donors:
-                self._disbelieve(peer)
+            if error.fault is Fault.LOCAL:
+                await asyncio.sleep(self._silence)
+            else:
+                for peer in plan.donors:
+                    self._disbelieve(peer)
         else:
             if plan.base == self.head and plan.checkpoint is None:
                 await self._walk(plan)

@@ -125,18 +125,19 @@ class Pipe:
         except OSError:
             pass  # it is gone already
 
-    async def drain(self, timeout: float) -> None:
-        """Read and throw away until the other side ends, for at most ``timeout`` seconds.
+    async def drain(self, timeout: float, most: int) -> None:
+        """Read and throw away until the other side ends, for at most ``timeout`` seconds and ``most`` bytes.
 
         A socket closed with unread data in it resets the stream, and the daemon then forgets what it still holds.
         """
         scratch = memoryview(bytearray(1 << 16))
         try:
             async with asyncio.timeout(timeout):
-                while not self.closed and (count := self._read_now(scratch)) != 0:
+                while not self.closed and most > 0 and (count := self._read_now(scratch)) != 0:
                     if count is None:
                         await self._ready(self._loop.add_reader, self._loop.remove_reader)
                     else:
+                        most -= count
                         await self._pace()
         except (TimeoutError, StreamClosed):
             pass

@@ -5,7 +5,8 @@ Frames of a reduce stream, after the opener's :class:`Hello` and the reducer's :
  1 index u32, payload: the opener's contribution to a chunk, encoded in the run's codec
  2 index u32, averaged chunk: the reducer's answer (see :mod:`.averaged`)
  3 count u32, BLAKE3 over what was sent in this direction since the stream began: the explicit end
-Chunks come in order, each once. Reading never waits for writing: every direction has its own task.
+Chunks come in order, each once. Reading never waits for writing: every direction has its own task. After both ends the
+reducer closes the stream, a little later; anything else that comes after an end is misbehaviour.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,9 +23,9 @@ from blake3 import blake3
 
 from .averaged import check, pack, size_limit
 from .codecs import MAX_MAGNITUDE, Codec, averages_codec
-from .commits import bitmap
+from .commits import bitmap, members_in
 from .digest import BytesLike
-from .errors import NonFinite, PeerMisbehaved, StreamClosed
+from .errors import Fault, NonFinite, PeerMisbehaved, PeerSlow, StreamClosed
 from .layout import ChunkLayout
 from .messages import Digest, Member, Natural, Part, Seal, Signature, decode, encode
 from .transport import Stream, Transport
@@ -73,14 +75,15 @@ class Reducer:
     ``silence`` seconds, or misses the cut-off, is left out from there on.
 
     sink: called with each averaged chunk (index, bytes).
-    refused: called with (member, reason) when a contribution is left out or invalid.
+    refused: called with (member, reason, fault) when a member is left out for what it does not bring. What it does
+    wrong is raised by :meth:`accept`.
     floor: ``Transport.now()`` before which silence proves nothing (the process itself was held up then).
     """
 
     def __init__(
         self, transport: Transport, layout: ChunkLayout, codec: Codec, members: Sequence[Member], me: int, part: Part,
         *, silence: float, cutoff: float, sink: Callable[[int, bytes], None],
-        refused: Callable[[int, str], None], floor: Callable[[], float],
+        refused: Callable[[int, str, Fault], None], floor: Callable[[], float],
     ) -> None:  # fmt: skip
         self._transport = transport
         self._layout = layout
@@ -94,6 +97,7 @@ class Reducer:
         self._sink = sink
         self._refused = refused
         self._floor = floor
+        self._began = transport.now()
         self._low = part.first
         self._end = part.first + part.count
         self._sums: dict[int, np.ndarray[Any, np.dtype[np.float32]]] = {}
@@ -104,6 +108,8 @@ class Reducer:
         self._next = {i: part.first for i, member in enumerate(members) if member.weight and i != me}
         self._delivered = dict.fromkeys(self._next, float("-inf"))
         self._out: set[int] = set()
+        self._barred: set[int] = set()
+        """Those of them that broke the protocol: their next streams are closed without a word."""
         self._averages: dict[int, bytes] = {}
         self._connected: dict[int, Stream] = {}
         self._adding: dict[asyncio.Task[None], int | None] = {}
@@ -125,8 +131,15 @@ class Reducer:
     def _leave_out(self, member: int, reason: str) -> None:
         if member not in self._out:
             self._out.add(member)
-            self._refused(member, reason)
+            fault = Fault.SLOW if member in self._connected else Fault.GONE
+            # Who came to a part when it was almost over has given nobody the time to contribute.
+            self._refused(member, reason, fault if self._began < self._cutoff - self._silence / 4 else Fault.LOCAL)
             self._pulse()
+
+    def _bar(self, member: int) -> None:
+        self._out.add(member)
+        self._barred.add(member)
+        self._pulse()
 
     async def _add(self, member: int, index: int, payload: BytesLike) -> None:
         """Add a contribution, whole and once. It runs to its end in a task of its own even if the member's stream
@@ -184,15 +197,17 @@ class Reducer:
             since = self._transport.now()
             while missing := [m for m, upto in self._next.items() if upto <= index and m not in self._out]:
                 now = self._transport.now()
+                left = self._silence / 4
                 for member in missing:
                     waited = now - max(since, self._delivered[member], self._floor())
                     if waited > self._silence:
                         self._leave_out(member, f"no chunk {index} in {self._silence:.1f} s")
                     elif now > self._cutoff:
                         self._leave_out(member, f"no chunk {index} before the round's cut-off")
+                    left = min(left, self._silence - waited)
                 if all(member in self._out for member in missing):
                     break
-                await self._wait(self._silence / 4)
+                await self._wait(max(left, self._silence / 100))
             await self._finish(index)
 
     async def _finish(self, index: int) -> None:
@@ -228,11 +243,14 @@ class Reducer:
     # --- one member's stream -------------------------------------------------------------------------------------
 
     async def accept(self, member: int, stream: Stream, hello: Hello, roster_id: bytes) -> None:
-        """Serve one member's stream to its end. Raises TransportError when it breaks or the member misbehaves."""
+        """Serve one member's stream to its end. Raises StreamClosed when it breaks, and PeerMisbehaved when the member
+        breaks the rules: it is left out from there on. A second stream beside one that lives is refused alone."""
         if (hello.first, hello.count) != (self.part.first, self.part.count):
             raise PeerMisbehaved(f"part {hello.first}+{hello.count} is not mine", stream.peer)
         if not self.part.first <= hello.have <= self._end:
             raise PeerMisbehaved(f"chunk {hello.have} is outside the part", stream.peer)
+        if member in self._barred:
+            raise StreamClosed(f"{stream.peer} broke the protocol on an earlier stream")
         other = self._connected.get(member)
         if other is not None and self._transport.now() - other.last_heard < self._silence / 2:
             raise PeerMisbehaved("two streams for one part", stream.peer)
@@ -242,22 +260,37 @@ class Reducer:
         try:
             # What an earlier stream brought is still being added: only then is it known what comes next.
             await asyncio.gather(*(t for t, m in self._adding.items() if m == member), return_exceptions=True)
-            await stream.send(encode(Welcome(roster_id, self._next.get(member, self._end))))
-            await both(self._read(member, stream), self._write(stream, hello.have))
-        except PeerMisbehaved as error:
-            self._leave_out(member, str(error))
+            due = self._end if member in self._out else self._next.get(member, self._end)
+            await stream.send(encode(Welcome(roster_id, due)))
+            written = asyncio.Event()
+            await both(self._read(member, stream, written), self._write(stream, hello.have, written))
+        except PeerMisbehaved:
+            self._bar(member)
             raise
         finally:
             if self._connected.get(member) is stream:
                 del self._connected[member]
 
-    async def _read(self, member: int, stream: Stream) -> None:
-        limit = _CHUNK.size + self._codec.encoded_size(self._layout.chunk) + 64
+    async def _read(self, member: int, stream: Stream, written: asyncio.Event) -> None:
+        """One member's contributions, to their end; and that nothing follows until a little after the last average."""
+        await self._take(member, stream)
+        reading = asyncio.get_running_loop().create_task(_nothing_more(stream))
+        try:
+            while not reading.done():
+                await asyncio.wait([reading], timeout=self._silence / 4)
+                if written.is_set():
+                    break
+            if reading.done():
+                reading.result()
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _take(self, member: int, stream: Stream) -> None:
+        limit = _CHUNK.size + self._codec.encoded_size(self._layout.chunk)
         count, running = 0, blake3()
         while True:
             frame = await stream.receive_view(limit)
-            if frame[:1] == bytes([ALIVE]):
-                continue
             kind, index = _unpack(frame, stream)
             if kind == END:
                 if index != count or frame[_CHUNK.size :] != running.digest():
@@ -277,13 +310,13 @@ class Reducer:
                 self._check_open()
             if member in self._out:
                 # It may keep receiving; what it still sends is read and dropped, so that its stream never jams.
-                await _drain(stream, limit)
+                await _drain(stream, limit, self._end - index)
                 return
             try:
                 await self._add(member, index, frame[_CHUNK.size :])
             except PeerMisbehaved as error:
                 if member in self._out:
-                    await _drain(stream, limit)
+                    await _drain(stream, limit, self._end - index)
                     return
                 raise PeerMisbehaved(str(error), stream.peer) from None
 
@@ -291,7 +324,7 @@ class Reducer:
         if self._closed:
             raise StreamClosed("the round is over")
 
-    async def _write(self, stream: Stream, have: int) -> None:
+    async def _write(self, stream: Stream, have: int, written: asyncio.Event) -> None:
         running = blake3()
         for index in range(have, self._end):
             while index not in self._averages:
@@ -304,58 +337,109 @@ class Reducer:
             running.update(average)
             await stream.send(start, average)
         await stream.send(_CHUNK.pack(END, self._end - have) + running.digest())
+        written.set()
+
+
+@dataclass
+class Progress:
+    """How far a member is with one part at one reducer, over all its streams."""
+
+    sent: int
+    """First chunk of which no contribution has gone out."""
+    due: int
+    """First averaged chunk that has not come."""
+    end: int
+    """First chunk behind the part."""
+    written: bool = False
+    """Whether this member's direction of the present stream has ended."""
+
+    @classmethod
+    def of(cls, part: Part) -> Progress:
+        return cls(part.first, part.first, part.first + part.count)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all averages are here; only the explicit end may still be missing."""
+        return self.due == self.end
 
 
 async def exchange(
-    stream: Stream, hello: Hello, roster_id: bytes, *, transport: Transport, layout: ChunkLayout, codec: Codec,
-    members: list[Member], silence: float, own: Callable[[int], BytesLike] | None, sink: Callable[[int, bytes], None],
+    stream: Stream, hello: Hello, roster_id: bytes, progress: Progress, *, transport: Transport, layout: ChunkLayout,
+    codec: Codec, members: list[Member], me: int, silence: float, own: Callable[[int], BytesLike] | None,
+    sink: Callable[[int, bytes], None],
 ) -> None:  # fmt: skip
     """The member's side of one reduce stream: send the own chunks of a part, receive its averages.
 
+    progress: is brought forward; it outlives a stream that breaks. me: this member's number in the roster.
     own: encodes the contribution to a chunk; None when this member only receives.
-    sink: called with each averaged chunk once it is valid. Raises TransportError when the stream breaks.
+    sink: called with each averaged chunk once it is valid.
+    Raises StreamClosed when the stream breaks, PeerSlow when the end does not come within ``silence`` seconds after the
+    last average, PeerMisbehaved when the reducer breaks the rules.
     """
-    end = hello.first + hello.count
+    progress.written = False
     await stream.send(encode(hello))
     async with asyncio.timeout(3 * silence):
         welcome = decode(await stream.receive(1024), Welcome, stream.peer)
-    if welcome.roster != roster_id or welcome.next > end:
+    if welcome.roster != roster_id or welcome.next > progress.end:
         raise PeerMisbehaved("a welcome to another roster", stream.peer)
 
     async def write() -> None:
         count, running = 0, blake3()
-        for index in range(max(welcome.next, hello.first), end if own is not None else 0):
+        for index in range(max(welcome.next, hello.first), progress.end if own is not None else 0):
             assert own is not None
             start, payload = _CHUNK.pack(CONTRIBUTION, index), await transport.offload(own, index)
             running.update(start)
             running.update(payload)
             count += 1
+            progress.sent = max(progress.sent, index + 1)
             await stream.send(start, payload)
         await stream.send(_CHUNK.pack(END, count) + running.digest())
+        progress.written = True
 
     async def read() -> None:
         limit = _CHUNK.size + size_limit(codec, layout.chunk, len(members))
-        due, count, running = hello.have, 0, blake3()
+        count, running = 0, blake3()
         while True:
-            frame = await stream.receive_view(limit)
-            if frame[:1] == bytes([ALIVE]):
-                continue
+            try:
+                async with asyncio.timeout(silence if progress.whole else None):
+                    frame = await stream.receive_view(limit)
+                    while len(frame) == 1 and frame[0] == ALIVE:
+                        frame = await stream.receive_view(limit)
+            except TimeoutError:
+                raise PeerSlow(f"all averages of a part, and no end in {silence:.1f} s") from None
             kind, index = _unpack(frame, stream)
+            due = progress.due
             if kind == END:
-                if (index, due) != (count, end) or frame[_CHUNK.size :] != running.digest():
+                if (index, due) != (count, progress.end) or frame[_CHUNK.size :] != running.digest():
                     raise PeerMisbehaved("an end that does not fit what was sent", stream.peer)
                 return
-            if kind != AVERAGE or index != due or due >= end:
+            if kind != AVERAGE or index != due or due >= progress.end:
                 raise PeerMisbehaved(f"frame of kind {kind}, chunk {index} where {due} was due", stream.peer)
             running.update(frame)
             data = bytes(frame[_CHUNK.size :])
             del frame  # it would stay as long as the next one takes to arrive
-            await transport.offload(check, data, index, members, codec, layout.size(index))
+            averaged = await transport.offload(check, data, index, members, codec, layout.size(index))
+            if index >= progress.sent and me in members_in(averaged.contributors, len(members)):
+                raise PeerMisbehaved(f"chunk {index} counts a contribution that was not sent", stream.peer)
             sink(index, data)
             count += 1
-            due += 1
+            progress.due += 1
 
     await both(read(), write())
+    try:
+        async with asyncio.timeout(silence):
+            await _nothing_more(stream)
+    except TimeoutError:
+        pass  # that it does not close is its own loss
+
+
+async def _nothing_more(stream: Stream) -> None:
+    """After an explicit end: wait for the other side to close. Raises :class:`PeerMisbehaved` for anything else."""
+    try:
+        frame = await stream.receive_view(_CHUNK.size)
+    except StreamClosed:
+        return
+    raise PeerMisbehaved(f"{len(frame)} bytes after the end", stream.peer)
 
 
 def _unpack(frame: bytes | memoryview, stream: Stream) -> tuple[int, int]:
@@ -365,11 +449,13 @@ def _unpack(frame: bytes | memoryview, stream: Stream) -> tuple[int, int]:
     return kind, index
 
 
-async def _drain(stream: Stream, limit: int) -> None:
+async def _drain(stream: Stream, limit: int, frames: int) -> None:
+    """Read what a member that was left out still sends: its chunks, at most so many, and its end."""
     try:
-        while True:
+        for _ in range(frames):
             frame = await stream.receive_view(limit)
             if len(frame) >= _CHUNK.size and frame[0] == END:
                 return
     except StreamClosed:
         return
+    raise PeerMisbehaved(f"more than the {frames} frames that a member may still send", stream.peer)

@@ -16,14 +16,14 @@ from .commits import check_body, check_child, check_vote, majority, make_body
 from .control import Ballot, Committed, Control, Ping, Reassign, Voided
 from .deadline import slowest_link, transfer_seconds
 from .digest import BytesLike
-from .errors import PeerMisbehaved, RoundVoid, TransportError
+from .errors import Fault, PeerMisbehaved, PeerSlow, RoundVoid, TransportError
 from .identity import Signer
 from .layout import ChunkLayout
 from .manifest import Manifest
 from .messages import Body, ChunkEntry, Commit, Part, Seal, Vote, hash_of, vote_bytes
 from .messenger import Messenger
 from .reduce import PROTOCOL as REDUCE
-from .reduce import Hello, Reducer, exchange
+from .reduce import Hello, Progress, Reducer, exchange
 from .replica import Replica
 from .transport import PeerId, Stream, Transport
 
@@ -57,6 +57,8 @@ class Surroundings:
     everyone: Callable[[], Iterable[PeerId]]
     obsolete: Callable[[], bool]
     """Whether a better head than the round's base is known: then nothing is signed."""
+    afterwards: Callable[[Coroutine[Any, Any, None]], object] = asyncio.ensure_future
+    """Runs what a round that has committed still has to do, a few seconds at most."""
 
 
 @dataclass
@@ -67,6 +69,7 @@ class Proposal:
     by: PeerId
     """Who sent it first."""
     refused: bool = False
+    """Whether this peer does not sign it, as things stand."""
     votes: dict[int, bytes] = field(default_factory=dict)
 
 
@@ -103,8 +106,11 @@ class Round:
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._progress: dict[tuple[int, int], float] = {}
         """When each part last brought a new average."""
+        self._exchanges: dict[asyncio.Task[None], Progress] = {}
+        self._distrusted: set[int] = set()
+        """Reducers that broke the protocol towards this peer."""
         self.failed_reducers: dict[PeerId, None] = {}
-        """Members whose parts had to be given to others."""
+        """Members whose parts had to be given to others, or that told two stories."""
         self._gone: set[int] = set()
         self._streams: dict[int, Stream] = {}
         self._sent = self._received = 0
@@ -144,16 +150,29 @@ class Round:
         self.around.messenger.post_all(self.peers, Voided(self.roster_id, reason[:200]))
 
     async def _end(self) -> None:
-        tasks = list(self._tasks)
+        committed = self.outcome.done() and not self.outcome.cancelled() and self.outcome.exception() is None
+        # Where only the explicit end of a stream is missing, it is waited for: nobody needs it, but its lack is told.
+        ending = [t for t, p in self._exchanges.items() if committed and p.whole and p.written and not t.done()]
+        tasks = [task for task in self._tasks if task not in ending]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        committed = self.outcome.done() and not self.outcome.cancelled() and self.outcome.exception() is None
+        if ending:
+            self.around.afterwards(self._see_off(ending))
         for reducer in self._serving.values():
             # After a commit others may still be reading their averages; after a void round nobody wants them.
             asyncio.get_running_loop().call_later(self.silence if committed else 0.0, reducer.close)
         if not self.outcome.done():
             self.outcome.cancel()
+
+    async def _see_off(self, tasks: list[asyncio.Task[None]]) -> None:
+        try:
+            # An end within T of the last average, and a close within T of that.
+            await asyncio.wait(tasks, timeout=2 * self.silence)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -205,11 +224,20 @@ class Round:
             self._serving[key] = reducer
             self._work[key] = self._spawn(reducer.run(self._own()))
         else:
-            self._work[key] = self._spawn(self._exchange(part))
+            progress = Progress.of(part)
+            task = self._work[key] = self._spawn(self._exchange(part, progress))
+            self._exchanges[task] = progress
         self._pulse()
 
-    def _refused(self, member: int, reason: str) -> None:
-        self.around.events("refused", peer=self.peers[member], reason=reason, round=self.seal.round)
+    def _refused(self, member: int, reason: str, fault: Fault = Fault.HOSTILE) -> None:
+        if fault is Fault.LOCAL:
+            self.around.events(
+                "warning", message=f"round {self.seal.round} goes on without {self.peers[member]}: {reason}"
+            )
+            return
+        self.around.events(
+            "refused", peer=self.peers[member], reason=reason, fault=fault.value, round=self.seal.round
+        )  # fmt: skip
 
     def _hold(self, index: int, data: bytes) -> None:
         digest = hash_chunk(data)
@@ -241,35 +269,28 @@ class Round:
             self._sent += stream.bytes_sent
             self._received += stream.bytes_received
 
-    async def _exchange(self, part: Part) -> None:
+    async def _exchange(self, part: Part, progress: Progress) -> None:
         """Contribute to another's part until all its averages are here; reconnects as long as the round lasts."""
         around, reducer = self.around, self.peers[part.reducer]
-        end = part.first + part.count
-        received = part.first
-
-        def sink(index: int, data: bytes) -> None:
-            nonlocal received
-            received = index + 1
-            self._hold(index, data)
-
         while True:
             stream: Stream | None = None
             try:
                 stream = await around.transport.open(reducer, REDUCE, timeout=self.silence)
                 self._open(stream)
-                hello = Hello(self.seal, self.signature, part.first, part.count, received)
+                hello = Hello(self.seal, self.signature, part.first, part.count, progress.due)
                 await exchange(
-                    stream, hello, self.roster_id, transport=around.transport, layout=around.layout,
-                    codec=around.replica.codec, members=self.seal.members, silence=self.silence,
-                    own=self._own(), sink=sink,
+                    stream, hello, self.roster_id, progress, transport=around.transport, layout=around.layout,
+                    codec=around.replica.codec, members=self.seal.members, me=self.me, silence=self.silence,
+                    own=self._own(), sink=self._hold,
                 )  # fmt: skip
                 return
-            except PeerMisbehaved as error:
-                self._refused(part.reducer, str(error))
+            except (PeerMisbehaved, PeerSlow) as error:
+                self._distrusted.add(part.reducer)
+                self._refused(part.reducer, str(error), error.fault)
+                self._pulse()
                 return
             except (TransportError, TimeoutError):
-                # What was received may be all that this peer wants, even if the end never came.
-                if received == end and self.theta is None:
+                if progress.whole:  # all that this peer wants, even if the end never came
                     return
             finally:
                 if stream is not None:
@@ -425,6 +446,9 @@ class Round:
         for part in parts:
             if part not in working and any(part.first <= i < part.first + part.count for i in orphaned):
                 self.failed_reducers[self.peers[part.reducer]] = None
+                if part.reducer not in self._distrusted:  # else it has been named already
+                    fault = Fault.SLOW if self._alive(part.reducer) else Fault.GONE
+                    self._refused(part.reducer, f"its part {part.first}+{part.count} stands still", fault)
         members = self.seal.members
         able = [
             m for m in range(len(members))
@@ -451,11 +475,14 @@ class Round:
         threads or disk hang goes on answering, so life alone proves nothing."""
         if part.reducer == self.me:
             return True
+        if part.reducer in self._distrusted:
+            return False
         layout, around = self.around.layout, self.around
         size = sum(
             around.replica.codec.encoded_size(layout.size(i)) for i in range(part.first, part.first + part.count)
         )
-        patience = 2 * self.silence + transfer_seconds(size, len(self.peers), slowest_link(self.seal.members))
+        # A reducer may wait T for a member; beyond that, another must still have the time to average the part anew.
+        patience = 1.5 * self.silence + transfer_seconds(size, len(self.peers), slowest_link(self.seal.members))
         still = around.transport.now() - max(self._progress[(part.first, part.count)], around.messenger.epoch)
         return self._alive(part.reducer) and still <= patience
 
@@ -474,10 +501,6 @@ class Round:
         if at > len(self.chunks):
             raise PeerMisbehaved("a reassignment outside the fragment")
         self._generation = message.generation
-        for commit_id, proposal in self.proposals.items():
-            if proposal.refused:
-                proposal.refused = False
-                self._spawn(self._consider(commit_id, proposal))
         for part in message.parts:
             for old in [k for k in self._work if k[0] < part.first + part.count and part.first < k[0] + k[1]]:
                 # Its reducer is silent to the leader; what it still sends would only make a second version.
@@ -523,16 +546,13 @@ class Round:
             check_child(body, around.replica.position, around.manifest, around.layout)
             if body.state != await around.replica.digest(around.transport):
                 raise PeerMisbehaved("a body that attests another state than this peer's", self.seal.coordinator)
-            began = around.transport.now()
-            while self._foreign(body) is not None and around.transport.now() - began < self.silence / 2:
-                # News of a replaced reducer may be on its way.
-                await self._wait(self.silence * CHUNK_RETRY)
-            self._compare(body)
+            await self._compare(body, proposal)
             await self._gather(body, proposal)
-            self._compare(body)
+            await self._compare(body, proposal)
         except PeerMisbehaved as error:
+            # Whoever made it, this is who passed it on, or voted for it, without having checked.
             proposal.refused = True
-            around.events("refused", peer=error.peer or self.seal.coordinator, reason=str(error), round=self.seal.round)
+            self._refused(self.peers.index(proposal.by), str(error))
             return
         late = around.transport.now() >= self.ends
         if self.signed is not None or self.outcome.done() or around.obsolete() or late:
@@ -544,11 +564,34 @@ class Round:
         proposal.votes[self.me] = signature
         self._count(proposal)
 
-    def _compare(self, body: Body) -> None:
-        """While no reducer has been replaced there is one average of each chunk: refuse a body with another."""
-        index = self._foreign(body)
-        if index is not None:
-            raise PeerMisbehaved(f"chunk {index} is not what its reducer sent", self.seal.coordinator)
+    async def _compare(self, body: Body, proposal: Proposal) -> None:
+        """While no reducer has been replaced there is one average of each chunk: wait while a body has another.
+
+        Then either the proposer lies, or the reducer told two stories. It is the reducer when others, of whom each
+        signs only what its reducer sent it, have voted for the body and this vote decides; otherwise the body is not
+        signed, unless news of a replaced reducer comes.
+        """
+        began = self.around.transport.now()
+        while (index := self._foreign(body)) is not None:
+            reducer = next(part.reducer for part in self.seal.parts if part.first <= index < part.first + part.count)
+            proposer = self.peers.index(proposal.by)
+            others = set(proposal.votes) - {self.me, reducer}
+            if others - {proposer} and len(others) >= majority(len(self.peers)) - 1:
+                self._two_stories(reducer, f"another average of chunk {index} than the others have from it")
+                break
+            if not proposal.refused and self.around.transport.now() - began > self.silence / 2:
+                proposal.refused = True
+                reason = f"chunk {index} is not proposed as its reducer sent it, and one of the two lies:"
+                self._refused(proposer, f"{reason} this peer, or {self.peers[reducer]}")
+                if proposer == self.leader() or others - {proposer}:
+                    self._two_stories(reducer, f"{reason} this reducer, or {proposal.by}")
+            await self._wait(self.silence * CHUNK_RETRY)
+        proposal.refused = False
+
+    def _two_stories(self, reducer: int, reason: str) -> None:
+        if self.peers[reducer] not in self.failed_reducers:
+            self.failed_reducers[self.peers[reducer]] = None
+            self._refused(reducer, reason)
 
     def _foreign(self, body: Body) -> int | None:
         """The first chunk of a body that is another than the one and only average that its reducer sent here."""
@@ -565,7 +608,9 @@ class Round:
         around, began = self.around, self.around.transport.now()
         while missing := [i for i, entry in enumerate(body.chunks) if entry.hash not in self.held]:
             # What its reducer is about to send anyway is not fetched beside it.
-            coming = all(self.chunks[i] is None for i in missing) and all(self._alive(p.reducer) for p in self._parts())
+            coming = all(self.chunks[i] is None for i in missing) and all(
+                self._alive(part.reducer) and part.reducer not in self._distrusted for part in self._parts()
+            )
             if coming and around.transport.now() - began < self.silence / 2:
                 await self._wait(self.silence * CHUNK_RETRY)
                 continue

@@ -33,10 +33,11 @@ from typing import Any, ParamSpec, TypeVar
 from blake3 import blake3
 
 from .errors import PeerUnreachable, SimulationError, TransportError
+from .quota import StreamQuota
 from .simlink import Link, Nic, SimStream, Wire, WireObserver
 from .simloop import DEAD, FROZEN, RUNNING, SimLoop
 from .simloop import run as run_loop
-from .transport import Dht, PeerId, Stream, Transport
+from .transport import Dht, PeerId, Standing, Stream, Transport
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -231,6 +232,7 @@ class SimTransport(Transport):
         self._handlers: dict[str, Callable[[Stream], Awaitable[None]]] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._waiting: list[_Dial] = []
+        self._quota = StreamQuota()
 
     async def pause(self, seconds: float) -> bool:
         """Sleep; then whether this transport is still in use. Never returns in a dead process."""
@@ -282,27 +284,35 @@ class SimTransport(Transport):
         if dial.abandoned or caller.process.state == DEAD:
             return
         handler = self._handlers.get(dial.protocol)
+        standing: Standing | None = None
         answer: SimStream | str
         if self.process.state == DEAD or self.closed:
             answer = "connection refused"
         elif handler is None:
             answer = "the peer does not serve this protocol"
+        elif (standing := self._quota.take(caller.peer_id)) is None:
+            answer = "the peer takes no more streams"
         else:
             wire = network.connect(caller, self, dial.protocol)
             answer = wire.near
-            task = self.process.create_task(self._handle(handler, wire.far), name=f"{dial.protocol}<{caller.host.name}")
+            task = self.process.create_task(
+                self._handle(handler, wire.far, standing), name=f"{dial.protocol}<{caller.host.name}"
+            )
             self._tasks[task] = None
             task.add_done_callback(self._handled)
         back = network.link_between(self.host.name, caller.host.name)
         back.carry(network.loop.clock + back.delay(), lambda: dial.tell(answer))
 
-    async def _handle(self, handler: Callable[[Stream], Awaitable[None]], stream: SimStream) -> None:
+    async def _handle(
+        self, handler: Callable[[Stream], Awaitable[None]], stream: SimStream, standing: Standing
+    ) -> None:
         try:
             await handler(stream)
         except* TransportError as errors:
             _log.debug("%s: a stream of %s failed: %s", self.host.name, stream.peer, errors.exceptions[0])
         finally:
             await stream.close()
+            self._quota.give(stream.peer, standing)
 
     def _handled(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
@@ -322,6 +332,9 @@ class SimTransport(Transport):
 
     def addresses(self) -> list[str]:
         return [f"/dns4/{self.host.name}/tcp/31337"] if self.host.reachable else []
+
+    def guard(self, standing: Callable[[PeerId], Standing]) -> None:
+        self._quota.standing = standing
 
     def learn(self, peer: PeerId, addresses: list[str]) -> None:
         self.known[peer] = list(addresses)

@@ -16,7 +16,16 @@ from typing import Annotated, Protocol, TypeVar
 import msgspec
 
 from .commitlog import LogEntry
-from .errors import PeerMisbehaved, StreamClosed, TransportError, WrongRun
+from .errors import (
+    Fault,
+    PeerMisbehaved,
+    PeerSlow,
+    ResourceError,
+    StateError,
+    StreamClosed,
+    TransportError,
+    WrongRun,
+)
 from .manifest import MAX_MANIFEST, Manifest
 from .messages import Digest, Head, Natural, decode, encode
 from .transport import PeerId, Stream, Transport
@@ -134,7 +143,11 @@ class Limits:
     busy_share: float = 0.25
     """The part of ``rate`` that is given while a round is in flight."""
     streams: int = 16
+    """Places for whoever is in no round with this peer; those who are have their own."""
     streams_per_peer: int = 2
+    streams_of_a_member: int = 4
+    spare: float = 15.0
+    """Seconds without a request after which a stream loses its place to one that finds none."""
     idle: float = 60.0
     """Seconds after which a stream without a request ends."""
     sign_of_life: float = 1.0
@@ -151,7 +164,9 @@ class Donor:
     """Serves one run to whoever the access rule admits.
 
     source: what is on disk. recent: averaged chunks that are not there yet, by hash (looked at first; must not block).
-    busy: whether a round is in flight. refused: told who was refused and why.
+    busy: whether a round is in flight. member: whether a peer is in it; its places are its own, and a chunk of the
+    round goes to it at once, so that no joiner delays the round.
+    refused: told who was refused and why. warn: told of errors of this machine's own.
     """
 
     def __init__(
@@ -163,7 +178,9 @@ class Donor:
         admits: Callable[[PeerId], bool] = lambda peer: True,
         busy: Callable[[], bool] = lambda: False,
         recent: Callable[[bytes], bytes | None] = lambda chunk_hash: None,
+        member: Callable[[PeerId], bool] = lambda peer: False,
         refused: Callable[[PeerId, str], None] = lambda peer, reason: None,
+        warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._transport = transport
         self._source = source
@@ -171,8 +188,14 @@ class Donor:
         self._admits = admits
         self._busy = busy
         self._recent = recent
+        self._member = member
         self._refused = refused
-        self._streams: dict[PeerId, int] = {}
+        self._warn = warn
+        self._clients: dict[_Client, None] = {}
+        self._given: dict[tuple[PeerId, bytes], None] = {}
+        """Chunks of the round in flight that a member has been given at once; again they wait their turn."""
+        self._reading = asyncio.Semaphore(1)
+        """A donor keeps one thread busy at most; the round needs the others."""
         self._free_at = transport.now()
         """When all that was promised so far has gone out at the allowed rate."""
         self._used: dict[bytes, float] = {}
@@ -195,34 +218,54 @@ class Donor:
         if reason is not None:
             await _say_and_wait(stream, encode(reason))
             return
-        self._streams[peer] = self._streams.get(peer, 0) + 1
+        client = _Client(peer, stream, self._transport.now())
+        self._clients[client] = None
         try:
             while True:
+                client.waits_since = self._transport.now()
                 async with asyncio.timeout(self._limits.idle):
                     frame = await stream.receive(REQUEST_LIMIT)
+                client.waits_since = None
                 request: Request = decode(frame, Request, peer)  # type: ignore[arg-type]
-                await self._answer(stream, encode(await self._respond(request)))
+                await self._answer(client, encode(await self._respond(request)), request)
         except (StreamClosed, TimeoutError):
             # The client has what it wanted, or is gone.
             return
         except PeerMisbehaved as error:
             self._refused(peer, str(error))
+        except (StateError, ResourceError) as error:
+            self._warn(f"nothing can be given to others: {error}")
+            await _say_and_wait(stream, encode(Refused("its own disk fails", retry=False)))
         finally:
-            self._streams[peer] -= 1
-            if not self._streams[peer]:
-                del self._streams[peer]
+            self._clients.pop(client, None)
 
     def _objection(self, peer: PeerId) -> Refused | None:
+        limits = self._limits
         if not self._admits(peer):
             self._refused(peer, "the manifest does not admit this peer")
             return Refused("the manifest does not admit you", retry=False)
-        if self._streams.get(peer, 0) >= self._limits.streams_per_peer:
-            return Refused(f"you have {self._limits.streams_per_peer} streams already", retry=True)
-        if sum(self._streams.values()) >= self._limits.streams:
+        member = self._member(peer)
+        each = limits.streams_of_a_member if member else limits.streams_per_peer
+        if sum(client.peer == peer for client in self._clients) >= each:
+            return Refused(f"you have {each} streams already", retry=True)
+        others = [client for client in self._clients if not self._member(client.peer)]
+        if member or len(others) < limits.streams:
+            return None
+        # Who asks for nothing must not keep out who would.
+        idle = max(others, key=lambda client: client.idle(self._transport.now()))
+        if idle.idle(self._transport.now()) < limits.spare:
             return Refused("all places are taken", retry=True)
+        del self._clients[idle]
+        idle.ending = asyncio.get_running_loop().create_task(idle.stream.close())
         return None
 
     async def _respond(self, request: Request) -> Response:
+        if isinstance(request, GetChunk) and (data := self._recent(request.hash)) is not None:
+            return Data(data)
+        async with self._reading:
+            return await self._read(request)
+
+    async def _read(self, request: Request) -> Response:
         offload, source = self._transport.offload, self._source
         match request:
             case GetHeads():
@@ -238,7 +281,7 @@ class Donor:
                 self._used_now(checkpoint)
                 return _data(await offload(source.checkpoint_blob, checkpoint, index))
             case GetChunk(chunk_hash):
-                return _data(self._recent(chunk_hash) or await offload(source.chunk, chunk_hash))
+                return _data(await offload(source.chunk, chunk_hash))
 
     def _used_now(self, checkpoint: bytes) -> None:
         # Clients name what they like; only what is held counts, so this stays as small as the list of checkpoints.
@@ -256,10 +299,21 @@ class Donor:
             size += len(data)
         return commits
 
-    async def _answer(self, stream: Stream, frame: bytes) -> None:
+    def _at_once(self, peer: PeerId, request: Request) -> bool:
+        """Whether this is what a round may be waiting for."""
+        if not self._busy():
+            self._given.clear()
+            return False
+        if not isinstance(request, GetChunk) or not self._member(peer) or self._recent(request.hash) is None:
+            return False
+        again = (peer, request.hash) in self._given
+        self._given[(peer, request.hash)] = None
+        return not again
+
+    async def _answer(self, client: _Client, frame: bytes, request: Request) -> None:
         """Send an answer when its turn has come, and keep the client patient until then."""
-        limits, now = self._limits, self._transport.now
-        if limits.rate:
+        limits, now, stream = self._limits, self._transport.now, client.stream
+        if limits.rate and not self._at_once(client.peer, request):
             rate = limits.rate * (limits.busy_share if self._busy() else 1.0)
             due = max(self._free_at, now() - limits.burst / limits.rate)
             self._free_at = due + (len(frame) + limits.request_cost) / rate
@@ -275,6 +329,20 @@ class Donor:
     async def _send(self, stream: Stream, frame: bytes) -> None:
         async with asyncio.timeout(10.0 + len(frame) / self._limits.slowest):
             await stream.send(frame)
+
+
+@dataclass(eq=False)
+class _Client:
+    """One stream that is served."""
+
+    peer: PeerId
+    stream: Stream
+    waits_since: float | None
+    """Since when it has asked for nothing; None while an answer is made."""
+    ending: asyncio.Task[None] | None = None
+
+    def idle(self, now: float) -> float:
+        return now - self.waits_since if self.waits_since is not None else 0.0
 
 
 async def _say_and_wait(stream: Stream, frame: bytes) -> None:
@@ -293,6 +361,8 @@ def _data(data: bytes | None) -> Response:
 
 class Declined(TransportError):
     """A donor does not give this, or not now; nothing is wrong with it. ``retry``: it may a little later."""
+
+    fault = Fault.SLOW
 
     def __init__(self, message: str, *, retry: bool = False) -> None:
         super().__init__(message)
@@ -318,7 +388,7 @@ async def receive_response(
                 left = min(max(stream.last_heard, began) + patience, began + longest) - now
                 if left <= 0:
                     what = "is silent" if now - began < longest else f"took {longest:.0f} s for {limit} bytes"
-                    raise TransportError(f"{stream.peer} {what}")
+                    raise PeerSlow(f"{stream.peer} {what}")
                 await asyncio.wait([reading], timeout=left)
         finally:
             if not reading.done():
@@ -337,7 +407,7 @@ async def send_request(stream: Stream, request: Request | GetManifest, patience:
         async with asyncio.timeout(patience):
             await stream.send(encode(request))
     except TimeoutError:
-        raise TransportError(f"{stream.peer} takes no requests") from None
+        raise PeerSlow(f"{stream.peer} takes no requests") from None
 
 
 async def ask(

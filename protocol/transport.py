@@ -10,10 +10,25 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
+from enum import Enum
 from typing import NewType, ParamSpec, TypeVar
 
 PeerId = NewType("PeerId", str)
 """A libp2p peer id in base58 text (``12D3KooW…``). Ed25519 ids carry the public key."""
+
+
+class Standing(Enum):
+    """What a peer is to this one. Each standing has places of its own."""
+
+    STRANGER = "stranger"
+    """Not admitted by the manifest: it is told so, and may fetch the manifest."""
+    UNKNOWN = "unknown"
+    """Admitted, and neither its record nor a word of it is known yet."""
+    KNOWN = "known"
+    """Its record is known, or it has spoken."""
+    MEMBER = "member"
+    """In a round with this peer now: what others do must not keep it out."""
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -98,7 +113,8 @@ class Transport(ABC):
     async def open(self, peer: PeerId, protocol: str, *, timeout: float) -> Stream:
         """Open a stream to ``peer`` for the named protocol.
 
-        Raises :class:`PeerUnreachable` when there is no answer within ``timeout`` seconds.
+        Raises :class:`PeerUnreachable` when there is no answer within ``timeout`` seconds, and :class:`NetworkDown`
+        when this machine has no way to the network now, which says nothing about the peer.
         """
 
     @abstractmethod
@@ -108,6 +124,11 @@ class Transport(ABC):
         The stream is closed when the handler returns. A :class:`TransportError` in a handler is logged and
         swallowed; any other exception is a defect and reported as one.
         """
+
+    @abstractmethod
+    def guard(self, standing: Callable[[PeerId], Standing]) -> None:
+        """From now on ask ``standing`` what a peer is to this one, for each stream that it opens: how many it may have
+        depends on it (see :mod:`.quota`). Until then everybody counts as known."""
 
     @abstractmethod
     async def offload(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -10,7 +10,7 @@ import numpy as np
 
 from atoll.protocol.commits import contributed, members_in
 from atoll.protocol.disk import MemoryDisk
-from atoll.protocol.identity import FastSigner
+from atoll.protocol.identity import FastSigner, Signer
 from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.messages import NO_DIGEST, Commit, hash_of
@@ -19,6 +19,7 @@ from atoll.protocol.simloop import DEAD
 from atoll.protocol.simulation import SimHost, SimNetwork, SimTransport
 from atoll.protocol.state import GlobalState
 from atoll.protocol.store import Store
+from atoll.protocol.transport import Transport
 
 from .island import SimulatedIsland
 
@@ -79,7 +80,7 @@ class Swarm:
     """Seconds per inner step by peer name; 0.1 for the others."""
 
     def __post_init__(self) -> None:
-        self.network = SimNetwork(seed=self.seed, latency=self.latency)
+        self.network = self.make_network()
         self.layout = ChunkLayout(PARAMETERS, CHUNK)
         self.disks: dict[str, MemoryDisk] = {}
         self.lives: dict[str, list[Life]] = {}
@@ -120,7 +121,14 @@ class Swarm:
 
         self.hosts[name].run(program)
 
-    def _life(self, name: str, transport: SimTransport, trains: bool) -> Life:
+    def make_network(self) -> SimNetwork:
+        return SimNetwork(seed=self.seed, latency=self.latency)
+
+    def signer(self, transport: Transport) -> Signer:
+        """Cheap signatures: on this network nobody forges."""
+        return FastSigner(transport.peer_id)
+
+    def _life(self, name: str, transport: Transport, trains: bool) -> Life:
         island = SimulatedIsland(PARAMETERS, step_time=self.steps.get(name, 0.1)) if trains else None
         store = Store(
             self.disks[name],
@@ -133,7 +141,7 @@ class Swarm:
             self._event(name, event, fields)
 
         peer = Peer(
-            transport=transport, signer=FastSigner(transport.peer_id), manifest=self.manifest, store=store,
+            transport=transport, signer=self.signer(transport), manifest=self.manifest, store=store,
             theta0=start_params, events=events, island=island, name=name, linger=20.0 if trains else float("inf"),
         )  # fmt: skip
         life = Life(peer, island)

@@ -13,6 +13,7 @@ from atoll.protocol.commits import START
 from atoll.protocol.disk import MemoryDisk
 from atoll.protocol.errors import (
     DiskFull,
+    Fault,
     ManifestError,
     PeerMisbehaved,
     PeerUnreachable,
@@ -77,6 +78,7 @@ class World:
     def __init__(self, **donors: Make | Store) -> None:
         self.network = SimNetwork(seed=1, latency=0.02)
         self.reports: dict[str, str] = {}
+        self.faults: dict[str, Fault] = {}
         self.progress: list[tuple[int, int]] = []
         self.names: dict[PeerId, str] = {}
         self.donors: dict[str, Any] = {}
@@ -97,6 +99,10 @@ class World:
         self.donors[name] = donor
         await donor.start()
 
+    def _report(self, peer: PeerId, reason: str, fault: Fault) -> None:
+        self.reports.setdefault(self.names[peer], reason)
+        self.faults.setdefault(self.names[peer], fault)
+
     def _join(self, program: Callable[..., Awaitable[Any]]) -> Callable[[SimTransport], Any]:
         async def join(transport: SimTransport) -> Any:
             fetcher = Fetcher(
@@ -104,7 +110,7 @@ class World:
                 RUN.manifest,
                 RUN.layout,
                 RUN.verifier,
-                report=lambda peer, reason: self.reports.setdefault(self.names[peer], reason),
+                report=self._report,
                 progress=lambda done, total: self.progress.append((done, total)),
             )
             return await program(transport, fetcher, list(self.names))

@@ -1,0 +1,164 @@
+"""One hostile peer of four in the reduction, over libp2p with real daemons on 127.0.0.1.
+
+The cases are those of the simulated network (tests/hostile.py). All run in one swarm, one after the other: each is
+played in one round, which the others must complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from atoll.protocol.disk import MemoryDisk
+from atoll.protocol.errors import AtollError
+from atoll.protocol.hivemind_transport import HivemindTransport
+from atoll.protocol.identity import Signer, load_or_create_identity
+from atoll.protocol.messages import Commit, hash_of
+from atoll.protocol.records import RecordGate
+from atoll.protocol.transport import Transport
+
+from ..hostile import (
+    HONEST,
+    HOSTILE,
+    MEMBER,
+    REDUCER,
+    Attack,
+    Case,
+    HostileRound,
+    constant,
+    constant_where_it_is_sent,
+    verdict,
+)
+from ..simulated.swarm import Swarm, manifest
+
+pytestmark = pytest.mark.real
+
+SILENCE = 1.5
+LIMIT = 60.0
+"""Seconds for one case on a busy machine; most take less than one."""
+
+
+class RealSwarm(Swarm):
+    """Four peers in this process, each with a p2p daemon of its own; the islands are the simulation's."""
+
+    def __init__(self, folder: Path) -> None:
+        rules = {"quorum": 3, "silence": SILENCE, "inner_steps": 20}
+        self.folder = folder
+        super().__init__(
+            manifest(budget={"rounds": 10_000}, round=rules), steps=dict.fromkeys([*HONEST, HOSTILE], 0.01)
+        )
+        self.attack = Attack("", folder / "unpickled", began=self._began)
+        self.running: list[asyncio.Task[None]] = []
+
+    def make_network(self) -> Any:
+        """Of a simulated network the checks want the clock only."""
+        return SimpleNamespace(loop=asyncio.get_running_loop())
+
+    def signer(self, transport: Transport) -> Signer:
+        return load_or_create_identity(self.folder / next(n for n, t in self.hosts.items() if t is transport))
+
+    async def open(self) -> None:
+        seeds: list[str] = []
+        for name in [*HONEST, HOSTILE]:
+            identity = self.folder / name
+            transport = await HivemindTransport.create(
+                identity_path=identity, run_id=self.manifest.run_id, seeds=seeds,
+                validator=RecordGate(self.manifest.run_id, load_or_create_identity(identity)),
+            )  # fmt: skip
+            self.hosts[name] = transport  # type: ignore[assignment]
+            seeds = seeds or [f"{transport.addresses()[0]}/p2p/{transport.peer_id}"]
+        self.ids = {name: str(transport.peer_id) for name, transport in self.hosts.items()}
+        self.attack.hostile = self.ids[HOSTILE]
+        for name, transport in self.hosts.items():
+            self.disks[name], self.lives[name] = MemoryDisk(), []
+            life = self._life(name, transport, True)  # type: ignore[arg-type]
+            self.running.append(asyncio.create_task(life.peer.run(), name=name))
+
+    async def close(self) -> None:
+        for name in self.lives:
+            self.life(name).peer.stop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(20):
+                await asyncio.gather(*self.running, return_exceptions=True)
+        for transport in self.hosts.values():
+            await transport.close()  # type: ignore[attr-defined]
+
+    def _began(self, current: HostileRound) -> None:
+        if current.case.act is constant:
+            constant_where_it_is_sent(current, self.contributions[(HOSTILE, current.roster_id.hex())].x)
+
+    async def until(self, what: str, condition: Callable[[], Any], seconds: float = LIMIT) -> Any:
+        deadline = time.monotonic() + seconds
+        while not (value := condition()):
+            ended = [task for task in self.running if task.done()]
+            assert not ended, f"{what}: {[task.exception() for task in ended]}"
+            assert time.monotonic() < deadline, f"{what}: {self.events[-20:]}"
+            await asyncio.sleep(0.02)
+        return value
+
+    def of_roster(self, roster: str) -> Commit | None:
+        """The commit of a roster, once all the honest have applied it and said their digest."""
+        commit = next((c for c in self.commits.values() if hash_of(c.body.seal).hex() == roster), None)
+        said = {
+            n for _, n, f in self.named("digest") if commit is not None and f["commit"] == hash_of(commit.body).hex()
+        }
+        return commit if said.issuperset(HONEST) else None
+
+    async def play(self, case: Case, *, as_member: bool) -> None:
+        attack = self.attack
+        attack.rosters, attack.rounds, attack.case = [], [], case
+        first = len(self.events)
+        await self.until("a round with the hostile peer", lambda: attack.rosters)
+        roster = attack.rosters[0]
+        voided = [f for _, n, f in self.named("void") if f["roster"] == roster and n in HONEST]
+        commit = await self.until(f"the commit of roster {roster[:8]}, void: {voided}", lambda: self.of_roster(roster))
+
+        def wrong() -> list[str]:
+            seen = [(n, f) for _, n, kind, f in self.events[first:] if kind == "refused"]
+            return verdict(case, attack, self.ids, seen, commit, as_member=as_member)
+
+        # The commit may come before the news of what was wrong beside it.
+        with contextlib.suppress(AssertionError):
+            await self.until("its verdict", lambda: not wrong(), 3 * SILENCE)
+        assert wrong() == []
+        assert self.violations == []
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[asyncio.Runner, RealSwarm]]:
+    patch = pytest.MonkeyPatch()
+
+    async def start() -> RealSwarm:
+        swarm = RealSwarm(tmp_path_factory.mktemp("hostile"))
+        patch.setattr("atoll.protocol.peer.Round", swarm.attack.round)
+        try:
+            await swarm.open()
+        except AtollError:
+            await swarm.close()
+            raise
+        return swarm
+
+    with asyncio.Runner() as runner:
+        running = runner.run(start())
+        try:
+            yield runner, running
+        finally:
+            runner.run(running.close())
+            patch.undo()
+
+
+@pytest.mark.parametrize("case", MEMBER, ids=lambda case: case.name)
+def test_a_hostile_member(swarm: tuple[asyncio.Runner, RealSwarm], case: Case) -> None:
+    swarm[0].run(swarm[1].play(case, as_member=True))
+
+
+@pytest.mark.parametrize("case", REDUCER, ids=lambda case: case.name)
+def test_a_hostile_reducer(swarm: tuple[asyncio.Runner, RealSwarm], case: Case) -> None:
+    swarm[0].run(swarm[1].play(case, as_member=False))
