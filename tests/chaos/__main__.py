@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.node.run_defaults import new_manifest
+from atoll.protocol.identity import Ed25519Signer
 from atoll.protocol.manifest import Manifest
 
 from ..real import leaks
@@ -187,10 +188,12 @@ def verdict(args: argparse.Namespace, field: Field, begin: float, end: float, le
         chain = judge.read_chain(field.here.folder / "commits", bytes.fromhex(newest["commit"]))
     except ValueError as error:
         wrong.append(str(error))
-    found, digests = judge.replay(field.manifest, chain)
+    found, digests = judge.replay(
+        field.manifest, chain, judge.first_params(field.manifest), Ed25519Signer.from_seed(bytes(32))
+    )
     wrong += found
     wrong += judge.disagreements(lives, digests)
-    found, ledger = judge.samples(field.manifest, chain)
+    found, ledger = judge.samples(field.manifest, chain, MODEL["context"])
     wrong += found
     wrong += judge.dead_contributors(field.slots, field.strikes)
     wrong += judge.back_to_nothing(field.slots)

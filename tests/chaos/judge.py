@@ -12,6 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from atoll.node import checkpoint
 from atoll.node.config import DataConfig, ModelConfig
 from atoll.node.events import Event
@@ -20,7 +23,7 @@ from atoll.protocol.averaged import hash_chunk
 from atoll.protocol.codecs import get_codec
 from atoll.protocol.commits import START, check_child, contributed, verify_commit
 from atoll.protocol.errors import PeerMisbehaved
-from atoll.protocol.identity import Ed25519Signer
+from atoll.protocol.identity import Signer
 from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.messages import Commit, decode, hash_of
@@ -88,15 +91,21 @@ def read_chain(folder: Path, head: bytes) -> Chain:
     return chain
 
 
-def replay(manifest: Manifest, chain: Chain) -> tuple[list[str], dict[bytes, str]]:
+def first_params(manifest: Manifest) -> NDArray[np.float32]:
+    """What a run of this manifest starts from."""
+    model = ModelConfig.from_table(manifest.model)
+    return theta0(model.seed, tensor_specs(model))
+
+
+def replay(
+    manifest: Manifest, chain: Chain, start: NDArray[np.float32], signer: Signer
+) -> tuple[list[str], dict[bytes, str]]:
     """Check every commit and apply it to the initial parameters, as a peer does: signatures of a majority, averaged
     chunks with exactly the contributors and weights that the commit says, the state that it attests at its parent.
     Returns what is wrong, and the state digest after each commit."""
     layout = ChunkLayout(manifest.state.parameters, manifest.state.chunk)
-    codec, signer = get_codec(manifest.codec.name), Ed25519Signer.from_seed(bytes(32))
-    model = ModelConfig.from_table(manifest.model)
-    state = GlobalState.fresh(layout, theta0(model.seed, tensor_specs(model)))
-    replica, wrong, digests = Replica(manifest, layout, codec, state), [], {}
+    state, codec = GlobalState.fresh(layout, start), get_codec(manifest.codec.name)
+    replica, digests = Replica(manifest, layout, codec, state), {}
     for commit_id, commit, chunks in zip(chain.ids, chain.commits, chain.chunks, strict=True):
         body = commit.body
         try:
@@ -110,13 +119,14 @@ def replay(manifest: Manifest, chain: Chain) -> tuple[list[str], dict[bytes, str
         except PeerMisbehaved as error:
             return [f"commit of round {body.round}: {error}"], digests
         digests[commit_id] = state.digest().hex()
-    return wrong, digests
+    return [], digests
 
 
-def samples(manifest: Manifest, chain: Chain) -> tuple[list[str], dict[str, int]]:
-    """The ledger: leases are disjoint, and no process brought more than it had been leased until then."""
+def samples(manifest: Manifest, chain: Chain, context: int) -> tuple[list[str], dict[str, int]]:
+    """The ledger: leases are disjoint, and no process brought more than it had been leased until then.
+
+    context: tokens of a sample."""
     layout = ChunkLayout(manifest.state.parameters, manifest.state.chunk)
-    context = int(manifest.model["context"])
     leased: Counter[tuple[str, bytes]] = Counter()
     used: defaultdict[tuple[str, bytes], float] = defaultdict(float)
     spans, wrong = [], []

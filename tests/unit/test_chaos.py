@@ -1,0 +1,126 @@
+"""The judge of the chaos runs finds what is wrong, when something is."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from atoll.protocol.identity import FastSigner
+
+from ..chaos import judge
+from ..chaos.field import Life, Slot, Strike
+from ..chaos.schedule import KINDS, schedule
+from ..simulated.swarm import Swarm, manifest, start_params
+
+
+def life(events: list[dict[str, Any]], peer: str, began: float = 0.0, ended: float | None = None) -> Life:
+    process: Any = SimpleNamespace(events=events, peer=peer, began=began, state=Path(f"/{peer}"))
+    return Life(process, ended)
+
+
+def slot(name: str, *lives: Life) -> Slot:
+    return Slot(name, 1, Path(name), list(lives))
+
+
+def seal(t: float, number: int, members: str) -> dict[str, Any]:
+    return {"t": t, "event": "seal", "round": number, "members": list(members), "bound": 17.0, "roster": str(number)}
+
+
+def commit(t: float, number: int, members: str, *, without: str = "") -> dict[str, Any]:
+    shares = {member: 0.0 if member in without else 1.0 for member in members}
+    return {"t": t, "event": "commit", "round": number, "members": list(members), "id": f"{number:02x}",
+            "contributors": shares}  # fmt: skip
+
+
+def test_a_schedule_follows_from_its_seed() -> None:
+    first, again = (list(schedule(7, 3600, 20, 10)) for _ in range(2))
+    assert first == again != list(schedule(8, 3600, 20, 10))
+    assert 120 < len(first) < 240
+    assert {fault.kind for fault in first} == set(KINDS)
+    assert {fault.kind for fault in islice(schedule(7, 3600, 20, 10, ["stop"]), 5)} == {"stop"}
+    assert list(schedule(7, 3600, 20, 10, [])) == []
+
+
+def test_a_commit_that_comes_too_late_is_found() -> None:
+    strike = Strike(0, "kill", "n1", 100.0, "b", until=130.0)
+
+    def look(at: float, members: str = "ac") -> list[str]:
+        before = [commit(50 + 10 * number, number, "abc") for number in range(1, 5)]
+        events = [*before, seal(at - 1, 5, members), commit(at, 5, members)]
+        return judge.waits([slot("n0", life(events, "a")), slot("n1", life([], "b"))], [strike], 2)[0]
+
+    assert look(110) == []
+    assert len(look(150)) == 1, "(v + 1)·17 s and three rounds of 10 s"
+    assert look(170, "abc") != []
+    assert look(110, "abc") == [], "it had come back"
+
+
+def test_data_of_the_dead_is_found() -> None:
+    strike = Strike(0, "kill", "n1", 100.0, "b", until=130.0)
+    for sealed, without, count in ((99.0, "", 0), (101.0, "b", 0), (101.0, "", 1), (131.0, "", 0)):
+        events = [seal(sealed, 3, "abc"), commit(sealed + 1, 3, "abc", without=without)]
+        assert len(judge.dead_contributors([slot("n0", life(events, "a"))], [strike])) == count
+
+
+def test_who_begins_at_nothing_again_is_found() -> None:
+    def digest(number: int, text: str = "d") -> dict[str, Any]:
+        return {"t": 1.0, "event": "digest", "round": number, "commit": f"{number:02x}", "digest": text}
+
+    good = slot("n0", life([digest(0), digest(5)], "a"), life([digest(5), digest(6)], "a"))
+    bad = slot("n1", life([digest(0), digest(5)], "b"), life([digest(0), digest(6)], "b"))
+    assert judge.back_to_nothing([good]) == []
+    assert len(judge.back_to_nothing([bad])) == 1
+    assert judge.disagreements([*good.lives, *bad.lives], {}) == []
+    assert len(judge.disagreements([*good.lives, life([digest(5, "e")], "c")], {})) == 1
+    assert len(judge.disagreements(good.lives, {b"\5": "other"})) == 1
+
+
+def test_the_time_is_divided_without_a_rest() -> None:
+    def progress(t: float, state: str, steps: int) -> dict[str, Any]:
+        return {"t": t, "event": "progress", "state": state, "steps": steps, "tokens": steps, "contributed": 0}
+
+    first = [progress(t, "training" if t < 40 else "averaging", int(min(t, 40))) for t in range(51)]
+    first.append(commit(50.5, 1, "ab"))
+    again = life([{"t": 62.0, "event": "state"}, *(progress(70 + t, "training", t) for t in range(31))], "a", 60.0)
+    slots = [slot("n0", life(first, "a", 0.0, 50.6), again)]
+    slots[0].lives[1].stopped.append((80.0, 85.0))
+    spent = judge.account(slots, {"01"}, 0.0, 100.0)
+    shares = spent.goodput, spent.averaging, spent.joining, spent.lost, spent.down
+    assert shares == pytest.approx((0.40, 0.10, 0.10, 0.25, 0.15), abs=0.011)
+    assert spent.goodput + spent.lost + spent.averaging + spent.waiting + spent.joining + spent.down == pytest.approx(1)
+    assert judge.account(slots, set(), 0.0, 100.0).goodput == 0, "a commit that is not in the chain counts for nothing"
+
+
+def test_a_replay_finds_every_change() -> None:
+    swarm = Swarm(manifest(budget={"rounds": 4}))
+    for name in ("p0", "p1"):
+        swarm.add(name)
+
+    async def main() -> None:
+        while not all(swarm.life(name).done for name in ("p0", "p1")):  # noqa: ASYNC110
+            await asyncio.sleep(0.5)
+
+    swarm.network.run(main())
+    peer = swarm.life("p0").peer
+    commits = swarm.chain(peer.head.id)
+    ids = [commit.body.parent for commit in commits[1:]] + [peer.head.id]
+    chunks = [peer.store.chunks(commit_id) for commit_id in ids]
+    signer = FastSigner("judge")
+
+    def replay(chunks: list[list[bytes]], commits: Any = commits) -> list[str]:
+        return judge.replay(swarm.manifest, judge.Chain(ids, commits, chunks), start_params(), signer)[0]
+
+    assert replay(chunks) == []
+    assert judge.samples(swarm.manifest, judge.Chain(ids, commits, chunks), 10)[0] == []
+    assert judge.samples(swarm.manifest, judge.Chain(ids, commits, chunks), 5)[0] != [], "twice as many samples"
+    changed = [list(row) for row in chunks]
+    changed[2][0] = changed[2][0][:-1] + bytes([changed[2][0][-1] ^ 1])
+    assert len(replay(changed)) == 1
+    assert len(replay(chunks, [*commits[:-1], commits[-2]])) == 1
+    doubled = [*commits, commits[-1]]
+    assert judge.samples(swarm.manifest, judge.Chain(ids, doubled, chunks), 10)[0] != []
