@@ -38,8 +38,8 @@ WARM = 0.2
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--mbit", type=float, default=50.0)
-    parser.add_argument("--parameters", type=int, default=500_000)
-    parser.add_argument("--silence", type=float, default=0.5, help="T in seconds")
+    parser.add_argument("--parameters", type=int, default=200_000)
+    parser.add_argument("--silence", type=float, default=0.4, help="T in seconds")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -122,14 +122,14 @@ class _Sabotage:
             ))  # fmt: skip
             self.transports.append(transport)
         tasks = [asyncio.create_task(peer.run()) for peer in peers]
-        began, points, told = time.monotonic(), [], -1
+        began, points, told, every = time.monotonic(), [], -1, max(args.rounds // 50, 1)
         while len(self.void) < args.rounds:
             await asyncio.sleep(0.5)
             for task in tasks:
                 if task.done():
                     task.result()
-            if len(self.void) // 10 != told:
-                told = len(self.void) // 10
+            if len(self.void) // every != told:
+                told = len(self.void) // every
                 gc.collect()
                 daemons = [resident(pid) for t in self.transports if (pid := t.daemon_pid) is not None]
                 points.append((len(self.void), resident(os.getpid()), sum(daemons)))
