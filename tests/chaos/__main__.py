@@ -35,7 +35,7 @@ from .hosts import Hosts, Loopback, Unavailable
 from .schedule import KINDS, schedule
 
 MODEL = {"width": 64, "heads": 2, "kv_heads": 2, "ffn": 128, "layers": 2, "context": 64}
-BEGIN = 180.0
+BEGIN = 240.0
 """Seconds within which all nodes must have contributed once."""
 CALM = 120.0
 """Seconds without faults at the end, within which all must be back, at one head."""
@@ -290,7 +290,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--faults", type=lambda text: [kind for kind in text.split(",") if kind], default=list(KINDS),
         help=f"comma-separated kinds, empty for none: {','.join(KINDS)}",
     )  # fmt: skip
-    parser.add_argument("--inner-steps", type=int, default=300, help="H [300]")
+    parser.add_argument("--inner-steps", type=int, default=150, help="H [150]")
     parser.add_argument("--silence", type=float, default=3.0, help="T in seconds [3]")
     parser.add_argument("--core", type=int, help="run all processes on this one core")
     parser.add_argument("--loopback", action="store_true", help="no network namespaces: no faults of links")

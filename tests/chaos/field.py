@@ -21,7 +21,6 @@ from .schedule import Fault
 
 LEAVE = 10.0
 """Seconds within which a process must have ended after Ctrl-C or SIGTERM."""
-TRAINER_NICENESS = 12
 
 
 @dataclass
@@ -133,10 +132,7 @@ class Field:
             if not slot.up:
                 continue
             life = slot.life
-            seen = len(life.process.events)
-            for event in life.process.poll()[seen:]:
-                if event["event"] == "trainer":
-                    step_back(int(event["pid"]))
+            life.process.poll()
             if (code := life.process.code) is not None:
                 self._over(slot, now, f"ended with code {code}")
                 if slot.name in self.leaving:
@@ -384,13 +380,6 @@ class Field:
         while any(slot.up for slot in slots):
             self.look()
             time.sleep(0.05)
-
-
-def step_back(pid: int) -> None:
-    """Let a trainer use what the others leave: what is tested is how nodes start and speak, not how fast they learn."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, pid, TRAINER_NICENESS)
-        Path(f"/proc/{pid}/autogroup").write_text(str(TRAINER_NICENESS))
 
 
 def resident(pid: int) -> int | None:
