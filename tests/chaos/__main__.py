@@ -123,8 +123,6 @@ def _conduct(args: argparse.Namespace, field: Field, minutes: float, faults: boo
     field.sample()
     say("leaving")
     took = field.leave()
-    for name, at in field.leaving.items():
-        field.wrong(f"{name} had not left {time.time() - at:.1f} s after Ctrl-C")
     say(f"all had left {took:.1f} s after Ctrl-C")
     left = leaks.gone(here.mark, leaks.Sockets({}), seconds=3)
     left += [f"temporary file {path.name}" for path in here.temporary.iterdir()]
@@ -207,8 +205,7 @@ def verdict(args: argparse.Namespace, field: Field, begin: float, end: float, le
             wrong.append(f"{life.process.name} wrote: {said[-1500:]}")
     spent = judge.account(field.slots[: args.nodes], {commit_id.hex() for commit_id in chain.ids}, begin, end)
     steps = max((commit.body.outer_step for commit in chain.commits), default=0)
-    exits = [life.why for life in lives if life.why.startswith("left")]
-    leave = [float(why.split()[-2]) for why in exits]
+    leave = [seconds for _, _, seconds in field.left]
     events = [event for life in lives for event in life.process.events]
     result |= {
         "faults": len(field.strikes), "by_kind": dict(Counter(strike.kind for strike in field.strikes)),
@@ -222,8 +219,9 @@ def verdict(args: argparse.Namespace, field: Field, begin: float, end: float, le
             _plain(event["message"]) for event in events if event["event"] == "warning").most_common(12)),
         "time": {key: round(value, 4) for key, value in asdict(spent).items() if isinstance(value, float)},
         "seconds_to_next_commit": waits, "samples": ledger, "memory": rows,
-        "seconds_to_leave": {"together": round(leaving, 2), "max": max(leave, default=0.0),
-                             "median": statistics.median(leave) if leave else 0.0},
+        "seconds_to_leave": {"together": round(leaving, 2), "max": round(max(leave, default=0.0), 2),
+                             "median": round(statistics.median(leave), 2) if leave else 0.0,
+                             "asked_while": dict(Counter(f"{state}, {kind}" for kind, state, _ in field.left))},
         "curve": judge.losses(field.manifest, field.here.folder / "exports"),
         "violations": wrong,
     }  # fmt: skip

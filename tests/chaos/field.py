@@ -17,7 +17,7 @@ from atoll.protocol.manifest import Manifest
 from ..real import leaks
 from ..real.harness import Place, Process, signal_all, stop_tree
 from .hosts import Hosts, Loopback
-from .schedule import Fault
+from .schedule import AWAY, LEAVING, OUT, Fault
 
 LEAVE = 10.0
 """Seconds within which a process must have ended after Ctrl-C or SIGTERM."""
@@ -74,6 +74,16 @@ class Strike:
 
 
 @dataclass
+class Asked:
+    """A process was asked to leave."""
+
+    kind: str
+    code: int
+    state: str
+    t: float = field(default_factory=time.time)
+
+
+@dataclass
 class Field:
     """Bootstrap peer, nodes, links. All times are unix times."""
 
@@ -91,7 +101,9 @@ class Field:
     violations: list[str] = field(default_factory=list)
     pending: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
     logs: dict[bytes, Path] = field(default_factory=dict)
-    leaving: dict[str, float] = field(default_factory=dict)
+    leaving: dict[str, Asked] = field(default_factory=dict)
+    left: list[tuple[str, str, float]] = field(default_factory=list)
+    """Who has left when asked to: how it was asked, its state then, the seconds that it took."""
 
     def start(self) -> None:
         """The bootstrap peer first: its address is what everyone else needs."""
@@ -136,16 +148,17 @@ class Field:
             if (code := life.process.code) is not None:
                 self._over(slot, now, f"ended with code {code}")
                 if slot.name in self.leaving:
-                    took = now - self.leaving.pop(slot.name)
-                    life.why = f"left with code {code} after {took:.1f} s"
-                    if code not in (130, 0):
-                        self.wrong(f"{slot.name} left with code {code}\n{life.process.story()}")
+                    asked = self.leaving.pop(slot.name)
+                    life.why = "left"
+                    self.left.append((asked.kind, asked.state, now - asked.t))
+                    if code != asked.code:
+                        self.wrong(f"{slot.name} left with code {code} after {asked.kind}\n{life.process.story()}")
                 else:
                     self.wrong(f"{slot.name} ended by itself with code {code}\n{life.process.story()}")
                     self.later(5.0, lambda slot=slot: self.again(slot))  # type: ignore[misc]
-            elif slot.name in self.leaving and now - self.leaving[slot.name] > LEAVE:
-                del self.leaving[slot.name]
-                self.wrong(f"{slot.name} had not left {LEAVE:.0f} s after Ctrl-C\n{life.process.story()}")
+            elif slot.name in self.leaving and now - self.leaving[slot.name].t > LEAVE:
+                asked = self.leaving.pop(slot.name)
+                self.wrong(f"{slot.name} had not left {LEAVE:.0f} s after {asked.kind}\n{life.process.story()}")
                 os.kill(life.process.pid, signal.SIGKILL)
                 life.process.ended(5)
                 self._over(slot, now, "did not leave")
@@ -194,14 +207,8 @@ class Field:
 
     def strike(self, fault: Fault, down: int) -> None:
         """Let it happen; whoever suffers already is spared. ``down``: nodes that may be out at once."""
-        from .schedule import OUT
-
         links = isinstance(self.hosts, Hosts)
-        free = [
-            slot
-            for slot in self.slots
-            if slot.up and not slot.busy and (fault.kind not in ("kill", "wipe", "old", "ctrl-c") or slot.host > 1)
-        ]
+        free = [slot for slot in self.slots if slot.up and not slot.busy and (fault.kind not in AWAY or slot.host > 1)]
         if fault.kind == "bootstrap":
             free = [self.boot] if self.boot.up and not self.boot.busy else []
         elif fault.kind in ("trainer", "p2pd"):
@@ -286,10 +293,20 @@ class Field:
             old.rename(slot.folder / "store")
 
     def _ctrl_c(self, slot: Slot, fault: Fault, strike: Strike) -> None:
-        self.leaving[slot.name] = time.time()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(slot.life.process.pid, signal.SIGINT)
+        self.ask(slot, strike.kind)
         self._returns(slot, strike, fault.lasts)
+
+    _term = _ctrl_c
+
+    def ask(self, slot: Slot, kind: str) -> None:
+        """Ask a process to leave; see that it does (:meth:`look`)."""
+        last = slot.life.process.last("state")
+        self.leaving[slot.name] = Asked(kind, LEAVING[kind], str(last["state"]) if last else "starting")
+        with contextlib.suppress(ProcessLookupError):
+            if kind == "ctrl-c":
+                os.killpg(slot.life.process.pid, signal.SIGINT)
+            else:
+                os.kill(slot.life.process.pid, signal.SIGTERM)
 
     def _trainer(self, slot: Slot, fault: Fault, strike: Strike) -> None:
         self._kill_child(slot, "trainer")
@@ -366,13 +383,10 @@ class Field:
         began = time.time()
         for slot in self.slots:
             if slot.up:
-                self.leaving[slot.name] = began
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(slot.life.process.pid, signal.SIGINT)
+                self.ask(slot, "ctrl-c")
         self._until_gone(self.slots)
         took = max((slot.life.ended or began) - began for slot in self.slots)
-        self.leaving[self.boot.name] = time.time()
-        self.boot.life.process.signal(signal.SIGTERM)
+        self.ask(self.boot, "term")
         self._until_gone([self.boot])
         return took
 

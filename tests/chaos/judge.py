@@ -32,7 +32,7 @@ from atoll.protocol.state import GlobalState
 from atoll.protocol.theta0 import theta0
 
 from .field import Life, Slot, Strike
-from .schedule import AWAY
+from .schedule import AWAY, LEAVING
 
 STEADY = 120.0
 """Seconds after its start from which a process's memory should not grow any more."""
@@ -180,7 +180,7 @@ def dead_contributors(slots: Iterable[Slot], strikes: Iterable[Strike]) -> list[
                     commits[event["id"]] = event
     wrong = []
     for strike in strikes:
-        if strike.kind not in AWAY or strike.kind == "ctrl-c" or not strike.peer:
+        if strike.kind not in AWAY or strike.kind in LEAVING or not strike.peer:
             continue
         for event in commits.values():
             sealed = seals.get((event["round"], frozenset(event["members"])))

@@ -6,19 +6,31 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-KILLS = ("kill", "wipe", "old", "trainer", "p2pd", "bootstrap", "ctrl-c")
-"""A process is killed (ctrl-c: interrupted, with its whole group). wipe and old: the node returns with an empty folder,
-under a new identity; or with the folder as it was at an earlier start."""
+KILLS = ("kill", "wipe", "old", "trainer", "p2pd", "bootstrap", "ctrl-c", "term")
+"""A process is killed, or asked to leave: by SIGINT to its whole group, as a terminal does, or by SIGTERM. wipe and
+old: the node returns with an empty folder, under a new identity; or with the folder as it was at an earlier start."""
 STOPS = ("stop", "stop-daemon")
 """SIGSTOP of a node, with and without its p2p daemon, then SIGCONT."""
 LINKS = ("cut", "deaf", "dumb", "slow")
 """A link is down, drops what comes in, drops what goes out, or is narrow."""
 KINDS = (*KILLS, *STOPS, *LINKS)
-OUT = ("kill", "wipe", "old", "ctrl-c", *STOPS, "cut", "deaf", "dumb")
+OUT = ("kill", "wipe", "old", "ctrl-c", "term", *STOPS, "cut", "deaf", "dumb")
 """Those that take a node out of the run for a while."""
-AWAY = ("kill", "wipe", "old", "ctrl-c", "bootstrap")
+AWAY = ("kill", "wipe", "old", "ctrl-c", "term", "bootstrap")
+LEAVING = {"ctrl-c": 130, "term": 0}
+"""Those that ask, with the exit code that is the answer."""
 """Those after which somebody must be started again."""
-_WEIGHTS = {"kill": 3.0, "trainer": 3.0, "p2pd": 3.0, "stop": 1.5, "cut": 1.5, "deaf": 0.5, "dumb": 0.5}
+_WEIGHTS = {
+    "kill": 3.0,
+    "trainer": 3.0,
+    "p2pd": 3.0,
+    "stop": 1.5,
+    "cut": 1.5,
+    "deaf": 0.5,
+    "dumb": 0.5,
+    "ctrl-c": 0.7,
+    "term": 0.7,
+}
 
 
 @dataclass(frozen=True)
