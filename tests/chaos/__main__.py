@@ -294,6 +294,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--loopback", action="store_true", help="no network namespaces: no faults of links")
     parser.add_argument("--baseline", type=float, default=0.0, metavar="MINUTES",
                         help="first run as long without faults, and compare the losses at equal tokens")  # fmt: skip
+    parser.add_argument("--against", type=Path, metavar="FILE",
+                        help="compare the losses with those of an earlier run without faults, from its --json")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep state folders, logs and commits here")
     args = parser.parse_args(arguments)
@@ -314,13 +316,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         manifest = manifest_of(args, text_folder(folder / "text"))
-        baseline = None
+        baseline = json.loads(args.against.read_text()) if args.against is not None else None
         if args.baseline:
             baseline = conduct(args, folder / "baseline", manifest, args.baseline, False)
             print(describe(baseline), flush=True)
         result = conduct(args, folder / "chaos", manifest, args.minutes, True)
         if baseline is not None:
-            result["baseline"] = baseline
+            result["without_faults"] = {**baseline, "memory": [], "warnings": {}}
             result["violations"] += [f"without faults: {what}" for what in baseline["violations"]]
             compare(result, baseline)
         print(describe(result), flush=True)
