@@ -5,7 +5,7 @@ kills, stops, cuts and restarts them by a schedule drawn from the seed; and judg
 the promises of the design held. Exit code 1, and the command that repeats it, when one was broken. The schedule is the
 same for one seed; what it meets is not, for processes keep no virtual time.
 
-Namespaces need root and Linux; elsewhere all live on 127.0.0.1, and links stay whole.
+Namespaces need root; without them all live on 127.0.0.1, and every link is a relay in this process. Linux only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from ..real import leaks
 from ..real.harness import OWNER, TooLate, place, text_folder, until
 from . import judge
 from .field import Field, Slot
-from .hosts import Hosts, Loopback, Unavailable
+from .hosts import Hosts, Unavailable
+from .relay import Relays
 from .schedule import KINDS, schedule
 
 MODEL = {"width": 64, "heads": 2, "kv_heads": 2, "ffn": 128, "layers": 2, "context": 64}
@@ -60,11 +61,12 @@ def conduct(args: argparse.Namespace, folder: Path, manifest: Manifest, minutes:
         print(f"{time.time() - began:7.1f}  {text}", flush=True)
 
     try:
-        network: Hosts | Loopback = Loopback() if args.loopback else Hosts(args.nodes + 2)
+        network: Hosts | Relays = Relays(args.nodes + 2) if args.loopback else Hosts(args.nodes + 2)
         network.__enter__()
     except Unavailable as error:
-        say(f"no namespaces ({error}): all on 127.0.0.1, links stay whole")
-        network = Loopback()
+        say(f"no namespaces ({error}): all on 127.0.0.1, with relays for links")
+        network = Relays(args.nodes + 2)
+        network.__enter__()
     try:
         with place(folder) as here:
             field = Field(here, network, manifest, args.nodes, args.core, say)
@@ -291,11 +293,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--inner-steps", type=int, default=150, help="H [150]")
     parser.add_argument("--silence", type=float, default=3.0, help="T in seconds [3]")
     parser.add_argument("--core", type=int, help="run all processes on this one core")
-    parser.add_argument("--loopback", action="store_true", help="no network namespaces: no faults of links")
+    parser.add_argument("--loopback", action="store_true", help="no network namespaces: relays in user space")
     parser.add_argument("--baseline", type=float, default=0.0, metavar="MINUTES",
                         help="first run as long without faults, and compare the losses at equal tokens")  # fmt: skip
     parser.add_argument("--against", type=Path, metavar="FILE",
-                        help="compare the losses with those of an earlier run without faults, from its --json")  # fmt: skip
+                        help="compare the losses with an earlier run without faults: its --json")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep state folders, logs and commits here")
     args = parser.parse_args(arguments)

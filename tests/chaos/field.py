@@ -16,7 +16,8 @@ from atoll.protocol.manifest import Manifest
 
 from ..real import leaks
 from ..real.harness import Place, Process, signal_all, stop_tree
-from .hosts import Hosts, Loopback
+from .hosts import Hosts
+from .relay import Relays
 from .schedule import AWAY, LEAVING, OUT, Fault
 
 LEAVE = 10.0
@@ -88,7 +89,7 @@ class Field:
     """Bootstrap peer, nodes, links. All times are unix times."""
 
     here: Place
-    hosts: Hosts | Loopback
+    hosts: Hosts | Relays
     manifest: Manifest
     nodes: int
     core: int | None
@@ -108,8 +109,12 @@ class Field:
     def start(self) -> None:
         """The bootstrap peer first: its address is what everyone else needs."""
         self.here.folder.mkdir(parents=True, exist_ok=True)
-        (self.here.folder / "run.toml").write_text(self.manifest.to_toml())
         self.boot = Slot("bootstrap", 0, self.here.folder / "bootstrap")
+        if isinstance(self.hosts, Relays):
+            self.hosts.pids = lambda host: [
+                slot.life.process.pid for slot in [self.boot, *self.slots] if slot.host == host and slot.lives
+            ]
+        (self.here.folder / "run.toml").write_text(self.manifest.to_toml())
         self.start_bootstrap()
         life = self.boot.life.process
         self.address = life.wait("the printed address", lambda: life.out.read_text().strip())
@@ -120,12 +125,12 @@ class Field:
 
     def start_bootstrap(self) -> None:
         arguments = ["bootstrap", "--manifest", str(self.here.folder / "run.toml"), "--state", str(self.boot.folder),
-                     "--listen", self.hosts.listen(0)]  # fmt: skip
+                     *self.hosts.listen(0)]  # fmt: skip
         self._begin(self.boot, arguments)
 
     def start_node(self, slot: Slot) -> None:
         arguments = ["node", self.address, "--state", str(slot.folder), "--name", slot.name, "--device", "cpu",
-                     "--threads", "1", "--listen", self.hosts.listen(slot.host), "--log", "quiet"]  # fmt: skip
+                     "--threads", "1", *self.hosts.listen(slot.host), "--log", "quiet"]  # fmt: skip
         self._begin(slot, arguments)
 
     def _begin(self, slot: Slot, arguments: list[str]) -> None:
@@ -207,18 +212,13 @@ class Field:
 
     def strike(self, fault: Fault, down: int) -> None:
         """Let it happen; whoever suffers already is spared. ``down``: nodes that may be out at once."""
-        links = isinstance(self.hosts, Hosts)
         free = [slot for slot in self.slots if slot.up and not slot.busy and (fault.kind not in AWAY or slot.host > 1)]
         if fault.kind == "bootstrap":
             free = [self.boot] if self.boot.up and not self.boot.busy else []
         elif fault.kind in ("trainer", "p2pd"):
             free = [slot for slot in free if _child(slot.life.process, fault.kind)]
         out = sum(slot.busy in OUT or not slot.up for slot in self.slots)
-        if (
-            not free
-            or (fault.kind in OUT and out >= down)
-            or (not links and fault.kind in ("cut", "deaf", "dumb", "slow"))
-        ):
+        if not free or (fault.kind in OUT and out >= down):
             self.skipped += 1
             return
         slot = free[int(fault.who * len(free))]
@@ -347,8 +347,7 @@ class Field:
     def _stop_daemon(self, slot: Slot, fault: Fault, strike: Strike) -> None:
         self._stop(slot, fault, strike, ("p2pd",))
 
-    def _link(self, slot: Slot, fault: Fault, strike: Strike, action: Callable[[Hosts], None]) -> None:
-        assert isinstance(self.hosts, Hosts)
+    def _link(self, slot: Slot, fault: Fault, strike: Strike, action: Callable[[Hosts | Relays], None]) -> None:
         hosts = self.hosts
         action(hosts)
         slot.busy = strike.kind

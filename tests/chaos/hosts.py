@@ -1,10 +1,10 @@
-"""Where nodes of a chaos run live: each in a network namespace behind a link that can be cut, or all on loopback."""
+"""Where nodes of a chaos run live: each in a network namespace of its own, behind a link that can be cut."""
 
 from __future__ import annotations
 
 from bench._network import Network, Unavailable, _run
 
-__all__ = ["Hosts", "Loopback", "Unavailable"]
+__all__ = ["Hosts", "Unavailable"]
 
 
 class Hosts(Network):
@@ -16,8 +16,9 @@ class Hosts(Network):
     def network(self, host: int) -> str | None:
         return self.names[host]
 
-    def listen(self, host: int, port: int = 0) -> str:
-        return f"/ip4/{self.addresses[host]}/tcp/{port}"
+    def listen(self, host: int) -> list[str]:
+        """The options that a peer on this host listens with."""
+        return ["--listen", f"/ip4/{self.addresses[host]}/tcp/0"]
 
     def cut(self, host: int) -> None:
         """Pull the plug."""
@@ -40,19 +41,3 @@ class Hosts(Network):
         for chain in ("INPUT", "OUTPUT"):
             _run("ip", "netns", "exec", self.names[host], "iptables", "-F", chain)
         self.slow(host, self._mbit)
-
-
-class Loopback:
-    """All on 127.0.0.1, without links to cut: where network namespaces are not allowed."""
-
-    def __enter__(self) -> Loopback:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def network(self, host: int) -> str | None:
-        return None
-
-    def listen(self, host: int, port: int = 0) -> str:
-        return f"/ip4/127.0.0.1/tcp/{port}"
