@@ -233,9 +233,10 @@ class Donor:
             return
         except PeerMisbehaved as error:
             self._refused(peer, str(error))
-        except (StateError, ResourceError) as error:
-            self._warn(f"nothing can be given to others: {error}")
-            await _say_and_wait(stream, encode(Refused("its own disk fails", retry=False)))
+        except (StateError, ResourceError, OSError, MemoryError) as error:
+            # This machine's own: not the client's fault, and not a lie to it either.
+            self._warn(f"nothing can be given to others: {str(error) or type(error).__name__}")
+            await _say_and_wait(stream, encode(Refused("its own disk or memory fails", retry=False)))
         finally:
             self._clients.pop(client, None)
 

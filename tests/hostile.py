@@ -18,14 +18,19 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from blake3 import blake3
 
 from atoll.protocol.averaged import pack
+from atoll.protocol.calling import Calling, make_seal
 from atoll.protocol.codecs import averages_codec
 from atoll.protocol.commits import bitmap, members_in
+from atoll.protocol.control import Call
 from atoll.protocol.errors import TransportError
 from atoll.protocol.frames import FrameStream
-from atoll.protocol.messages import Commit, Part, Seal, decode, encode, hash_of, seal_bytes
+from atoll.protocol.island import Snapshot
+from atoll.protocol.messages import Commit, Member, Part, Seal, decode, encode, hash_of, seal_bytes
+from atoll.protocol.peer import Peer
 from atoll.protocol.reduce import PROTOCOL, Hello, Progress, Welcome
 from atoll.protocol.round import Round
 from atoll.protocol.simlink import SimStream
@@ -66,6 +71,8 @@ class Wire:
     hello: Hello
     hashed: Any = field(default_factory=blake3)
     count: int = 0
+    taken: int = 0
+    """Bytes of a huge message that went out before the stream ended."""
     marker: Path | None = None
     """A file that comes into being when somebody unpickles."""
 
@@ -254,6 +261,7 @@ async def _huge(wire: Wire) -> None:
         piece = bytes(1 << 20)
         for _ in range(HUGE >> 20):
             await wire.bytes(piece)
+            wire.taken += len(piece)
     else:
         await wire.stream.send(bytes(HUGE))
 
@@ -504,15 +512,18 @@ class HostileRound(Round):
 
     case: Case
     marker: Path
+    wires: list[Wire]
     closed: list[Wire]
-    """Streams that the other side has ended."""
+    """Those of them that the other side has ended."""
 
     @property
     def _reduces(self) -> bool:
         return self.case in REDUCER or self.case not in MEMBER
 
     def _wire(self, part: Part, stream: Stream, hello: Hello) -> Wire:
-        return Wire(self, part, stream, hello, marker=self.marker)
+        wire = Wire(self, part, stream, hello, marker=self.marker)
+        self.wires.append(wire)
+        return wire
 
     async def _exchange(self, part: Part, progress: Progress) -> None:
         if self._reduces:
@@ -574,6 +585,32 @@ class HostileRound(Round):
             pass
 
 
+def overstate(peer: Peer, factor: int) -> Callable[[], None]:
+    """It enters with so many times its weight. Returns what makes it honest again."""
+    enter = peer._enter
+
+    async def lying(call: Call) -> tuple[Member, Snapshot]:
+        member, snapshot = await enter(call)
+        return msgspec.structs.replace(member, weight=member.weight * factor), snapshot
+
+    def stop() -> None:
+        peer._enter = enter  # type: ignore[method-assign]
+
+    peer._enter = lying  # type: ignore[method-assign]
+    return stop
+
+
+def seal_heavily(peer: Peer, factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the coordinator it seals itself with so many times its weight."""
+
+    def lying(calling: Calling, own: Member, **rest: Any) -> Seal:
+        if rest["coordinator"] == peer.transport.peer_id:
+            own = msgspec.structs.replace(own, weight=own.weight * factor)
+        return make_seal(calling, own, **rest)
+
+    monkeypatch.setattr("atoll.protocol.peer.make_seal", lying)
+
+
 @dataclass
 class Attack:
     """Which case the hostile peer plays in its next round with weights, and the roster in which it did."""
@@ -595,7 +632,7 @@ class Attack:
         if around.transport.peer_id != self.hostile or self.case is None or not weighed or led:
             return Round(around, seal, signature, roster_id, theta)
         hostile = HostileRound(around, seal, signature, roster_id, theta)
-        hostile.case, hostile.marker, hostile.closed = self.case, self.marker, []
+        hostile.case, hostile.marker, hostile.wires, hostile.closed = self.case, self.marker, [], []
         self.rosters.append(roster_id.hex())
         self.rounds.append(hostile)
         if self.once:
@@ -651,6 +688,8 @@ def verdict(
     if attack.marker.exists():
         wrong.append("something was unpickled")
     for current in attack.rounds:
+        # What is on its way in sockets, daemons and windows, and the 16 MiB that a closed stream still throws away.
+        wrong += [f"{wire.taken} bytes of a huge message were taken" for wire in current.wires if wire.taken > 64 << 20]
         if case.ends and case.reason and not current.closed:
             wrong.append("no stream was ended by the other side")
     return wrong

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +36,7 @@ from ..hostile import (
     HostileRound,
     constant,
     constant_where_it_is_sent,
+    overstate,
     verdict,
 )
 from ..simulated.swarm import Swarm, manifest
@@ -162,3 +165,49 @@ def test_a_hostile_member(swarm: tuple[asyncio.Runner, RealSwarm], case: Case) -
 @pytest.mark.parametrize("case", REDUCER, ids=lambda case: case.name)
 def test_a_hostile_reducer(swarm: tuple[asyncio.Runner, RealSwarm], case: Case) -> None:
     swarm[0].run(swarm[1].play(case, as_member=False))
+
+
+def test_an_own_network_that_goes_down_is_held_against_nobody(swarm: tuple[asyncio.Runner, RealSwarm]) -> None:
+    """The p2p daemon of one dies in the middle of a round: it comes back, and the others are not blamed for it."""
+
+    async def play(swarm: RealSwarm) -> None:
+        victim = HONEST[0]
+        transport: Any = swarm.hosts[victim]
+        first, before = len(swarm.events), transport.daemon_pid
+
+        def since(event: str) -> list[tuple[str, dict[str, Any]]]:
+            return [(n, f) for _, n, kind, f in swarm.events[first:] if kind == event]
+
+        await swarm.until("a round", lambda: any(n == victim for n, _ in since("seal")))
+        os.kill(before, signal.SIGKILL)
+        await swarm.until("another daemon", lambda: transport.daemon_pid not in (None, before))
+        seals = len(since("seal"))
+        await swarm.until("a round with it", lambda: any(n == victim for n, _ in since("seal")[seals:]))
+        count = len(swarm.commits)
+        await swarm.until("its commit", lambda: len(swarm.commits) > count)
+        assert [fields for name, fields in since("refused") if name == victim] == []
+        assert all(fields["fault"] != "hostile" for _, fields in since("refused"))
+        assert swarm.violations == []
+
+    swarm[0].run(play(swarm[1]))
+
+
+def test_a_weight_a_hundred_times_the_honest_one(swarm: tuple[asyncio.Runner, RealSwarm]) -> None:
+    async def play(swarm: RealSwarm) -> None:
+        first, cap = len(swarm.events), swarm.manifest.round.weight_cap
+        stop = overstate(swarm.life(HOSTILE).peer, 100)
+
+        def named() -> list[dict[str, Any]]:
+            return [f for _, n, kind, f in swarm.events[first:] if kind == "refused" and n in HONEST]
+
+        try:
+            await swarm.until("it is refused", named)
+            count = len(swarm.commits)
+            await swarm.until("the others go on", lambda: len(swarm.commits) > count)
+        finally:
+            stop()
+        assert {fields["peer"] for fields in named()} == {swarm.ids[HOSTILE]}
+        assert f"allowed are {cap}" in named()[0]["reason"]
+        assert swarm.violations == []
+
+    swarm[0].run(play(swarm[1]))

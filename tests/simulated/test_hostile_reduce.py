@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,8 @@ from ..hostile import (
     as_many_stories_as_members,
     constant,
     constant_where_it_is_sent,
+    overstate,
+    seal_heavily,
     verdict,
 )
 from .swarm import Swarm, manifest
@@ -104,3 +107,94 @@ def test_a_reducer_that_tells_everyone_another_story(tmp_path: Path, monkeypatch
     void = {fields["roster"] for _, name, fields in swarm.named("void") if name in HONEST}
     assert swarm.attack.rosters[0] in void
     assert len(swarm.commits) >= 4
+
+
+def test_a_weight_a_hundred_times_the_honest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the manifest's cap it is not taken into the roster, and said why; the others go on without it."""
+    swarm = Attacked(tmp_path, monkeypatch)
+
+    async def main() -> None:
+        while len(swarm.commits) < 2 and swarm.network.loop.time() < LIMIT:
+            await asyncio.sleep(0.1)
+        overstate(swarm.life(HOSTILE).peer, 100)
+        while len(swarm.commits) < 6 and swarm.network.loop.time() < LIMIT:
+            await asyncio.sleep(0.1)
+
+    swarm.network.run(main())
+    assert swarm.violations == []
+    cap = swarm.manifest.round.weight_cap
+    weights = [m.weight for c in swarm.commits.values() for m in c.body.seal.members if m.peer == swarm.ids[HOSTILE]]
+    assert max(weights) <= cap
+    refused = [(name, fields) for _, name, fields in swarm.named("refused") if name in HONEST]
+    assert {fields["peer"] for _, fields in refused} == {swarm.ids[HOSTILE]}
+    assert all(f"allowed are {cap}" in fields["reason"] for _, fields in refused)
+    assert len(swarm.commits) >= 6
+
+
+def test_a_coordinator_that_seals_itself_too_heavy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its seal is signed, so it is its own; the members refuse it and the next in order calls, without a long wait."""
+    swarm = Attacked(tmp_path, monkeypatch)
+
+    async def main() -> None:
+        while len(swarm.commits) < 2 and swarm.network.loop.time() < LIMIT:
+            await asyncio.sleep(0.1)
+        seal_heavily(swarm.life(HOSTILE).peer, 100, monkeypatch)
+        blamed: list[Any] = []
+        while not blamed and swarm.network.loop.time() < LIMIT:
+            await asyncio.sleep(0.1)
+            blamed = [f for _, name, f in swarm.named("refused") if name in HONEST]
+        began, count = swarm.network.loop.time(), len(swarm.commits)
+        assert {f["peer"] for f in blamed} == {swarm.ids[HOSTILE]}
+        assert "above the cap" in blamed[0]["reason"]
+        while len(swarm.commits) == count and swarm.network.loop.time() < LIMIT:
+            await asyncio.sleep(0.1)
+        # Grace and quorum hold already: a call and a round of three, as of any other.
+        assert swarm.network.loop.time() - began < 2 * swarm.manifest.round.silence
+
+    swarm.network.run(main())
+    assert swarm.violations == []
+
+
+@pytest.mark.parametrize("codec", ["float16", "int8", "int4", "sparse"])
+def test_a_void_round_gives_everything_back(codec: str) -> None:
+    """Everybody is cut off from everybody in a round: it ends void. Residuals are as before the freeze, no sample is
+    lost, and the next commit brings what the void one would have brought, and what was trained since."""
+    swarm = Swarm(manifest(budget={"rounds": 40}, round={"quorum": 3}, codec={"name": codec}), seed=1)
+    for name in HONEST:
+        swarm.add(name)
+    void: dict[str, str] = {}
+    residuals: dict[tuple[str, str], bytes] = {}
+    cut: list[Any] = []
+
+    def hook(name: str, event: str, fields: dict[str, Any]) -> None:
+        residual = swarm.life(name).peer.replica.residual
+        if event == "seal" and len(swarm.commits) == 3:
+            assert residual is not None
+            residuals[(name, fields["roster"])] = residual.tobytes()
+            if len(residuals) == 3 and not cut:
+                cut.extend(swarm.network.isolate(other) for other in HONEST)
+        if event == "void" and fields["roster"]:
+            void[name] = fields["roster"]
+            assert residual is not None
+            assert residual.tobytes() == residuals[(name, fields["roster"])]
+
+    swarm.hooks.append(hook)
+
+    async def main() -> None:
+        while len(void) < 3 and swarm.network.loop.time() < LIMIT:
+            await asyncio.sleep(0.1)
+        swarm.network.heal()
+        while len(swarm.commits) < 5 and swarm.network.loop.time() < LIMIT:
+            await asyncio.sleep(0.1)
+
+    swarm.network.run(main())
+    assert swarm.violations == []
+    assert len(set(void.values())) == 1
+    assert any(residual.strip(b"\0") for residual in residuals.values())
+    after = next(commit for commit in swarm.commits.values() if len(swarm.chain(hash_of(commit.body))) == 4)
+    roster = hash_of(after.body.seal).hex()
+    for member in after.body.seal.members:
+        name = next(name for name, host in swarm.hosts.items() if host.peer_id == member.peer)
+        before, now = (swarm.contributions[(name, r)].units for r in (void[name], roster))
+        assert now[: len(before)] == before
+        assert member.weight == 10 * len(now)

@@ -15,8 +15,10 @@ from atoll.protocol.errors import (
     DiskFull,
     Fault,
     ManifestError,
+    NetworkDown,
     PeerMisbehaved,
     PeerUnreachable,
+    ResourceError,
     SignatureError,
     StreamClosed,
     TransportError,
@@ -31,6 +33,7 @@ from atoll.protocol.transfer import (
     PROTOCOL,
     Chain,
     Data,
+    Declined,
     Donor,
     GetBlob,
     GetChain,
@@ -45,6 +48,7 @@ from atoll.protocol.transfer import (
     ask,
     fetch_manifest,
     manifest_handler,
+    receive_response,
 )
 from atoll.protocol.transport import PeerId, Stream, Transport
 
@@ -56,8 +60,10 @@ POSITIONS = [position for _, _, position in CHAIN]
 TIP = POSITIONS[-1].head
 
 
-def filled(commits: int = 12, checkpoints: tuple[int, ...] = (4, 8), run: Run = RUN) -> Store:
-    store = Store(MemoryDisk(), run.run_id, run.layout)
+def filled(
+    commits: int = 12, checkpoints: tuple[int, ...] = (4, 8), run: Run = RUN, disk: MemoryDisk | None = None
+) -> Store:
+    store = Store(disk if disk is not None else MemoryDisk(), run.run_id, run.layout)
     for commit, chunks, position in CHAIN[:commits]:
         store.append(commit, chunks)
         if position.head.height in checkpoints:
@@ -475,6 +481,86 @@ def test_donors_that_end_the_stream_are_replaced() -> None:
     assert set(world.reports) <= {"one"}
 
 
+class LateLiar(Donor):
+    """Gives two sound pieces, then false ones."""
+
+    async def _respond(self, request: Request) -> Response:
+        response = await super()._respond(request)
+        self.pieces = getattr(self, "pieces", 0) + isinstance(request, GetBlob | GetChunk)
+        return response if self.pieces <= 2 else flipped(request, response)
+
+
+@pytest.mark.parametrize(("kind", "fault"), [(LateLiar, Fault.HOSTILE), (Truncating, Fault.GONE), (Wedged, Fault.SLOW)])
+def test_a_donor_that_fails_in_the_middle_is_named_replaced_and_what_it_gave_is_kept(
+    kind: type[Donor], fault: Fault
+) -> None:
+    store = empty()
+    more = (GetHashes,) if kind is Wedged else ()
+    world = World(bad=lambda transport: kind(transport, filled(), *more), good=filled())
+    world.fetch(store)
+    arrived(store)
+    assert world.faults == {"bad": fault}
+    if kind is not Wedged:
+        alone = World(good=filled())
+        alone.fetch(empty())
+        assert world.donors["good"].bytes_given < alone.donors["good"].bytes_given
+
+
+class FailingDisk(MemoryDisk):
+    """Reads no averaged chunk any more."""
+
+    error: BaseException | None = None
+
+    def read(self, name: str, offset: int = 0, length: int = 1 << 62) -> bytes:
+        if self.error is not None and offset:
+            raise self.error
+        return super().read(name, offset, length)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "input/output error"), MemoryError(), ResourceError("too many files")])
+def test_a_donor_whose_own_disk_or_memory_fails_is_no_liar_and_blames_nobody(error: BaseException) -> None:
+    disk, warned, refused = FailingDisk(), list[str](), list[str]()
+    sick = filled(disk=disk)
+    disk.error = error
+
+    def make(transport: Transport) -> Donor:
+        return Donor(transport, sick, warn=warned.append, refused=lambda peer, reason: refused.append(reason))
+
+    store = empty()
+    world = World(sick=make, well=filled())
+    world.fetch(store)
+    arrived(store)
+    assert refused == []
+    assert Fault.HOSTILE not in world.faults.values()
+    # What the store cannot read it drops from its log, with a warning of its own.
+    assert bool(warned) != isinstance(error, OSError)
+
+
+def test_a_network_that_is_down_here_says_nothing_about_donors() -> None:
+    async def program(transport: Transport, fetcher: Fetcher, donors: list[PeerId]) -> None:
+        opening = transport.open
+        starts = empty().restorable()
+
+        async def down(*_: Any, **__: Any) -> Stream:
+            raise NetworkDown("the own p2p daemon is restarting")
+
+        transport.open = down  # type: ignore[method-assign]
+        with pytest.raises(NetworkDown):
+            await fetcher.plan(donors, GENESIS, starts)
+        transport.open = opening  # type: ignore[method-assign]
+        plan = await fetcher.plan(donors, GENESIS, starts)
+        assert plan is not None
+        transport.open = down  # type: ignore[method-assign]
+        with pytest.raises(NetworkDown):
+            await fetcher.chunks(plan.steps[-1].commit.body, donors)
+        transport.open = opening  # type: ignore[method-assign]
+        assert await fetcher.chunks(plan.steps[-1].commit.body, donors)
+
+    world = World(a=filled(), b=filled())
+    world.run(program)
+    assert world.reports == {}
+
+
 def test_a_slow_donor_does_not_hold_up_the_others() -> None:
     store = empty()
     slow = Limits(rate=3000.0, burst=100.0, request_cost=0.0)
@@ -559,6 +645,80 @@ def test_a_donor_keeps_its_limits() -> None:
     world = World(a=make)
     world.run(program)
     assert world.donors["a"].in_use() == {POSITIONS[7].head.id}
+
+
+def test_members_of_a_round_have_places_and_chunks_at_once_and_joiners_the_rest() -> None:
+    """All places are taken by joiners with long answers outstanding: a member still gets a chunk of the round at
+    once, and no joiner less than its share of the rate."""
+    chunk = b"averaged" * 100
+    limits = Limits(streams=2, rate=1000.0, burst=1.0, busy_share=0.25, request_cost=0.0)
+
+    def make(transport: Transport) -> Donor:
+        return Donor(
+            transport, filled(), limits=limits, busy=lambda: True, member=lambda peer: peer == "sim-joiner",
+            recent={b"c" * 32: chunk}.get,
+        )  # fmt: skip
+
+    blob = GetBlob(POSITIONS[7].head.id, 0)
+    world = World(a=make)
+    seconds: dict[str, float] = {}
+
+    async def program(transport: Transport, fetcher: Fetcher, donors: list[PeerId]) -> None:
+        async def join(other: SimTransport) -> None:
+            began = other.now()
+            stream = await other.open(donors[0], PROTOCOL, timeout=5)
+            for _ in range(2):
+                await stream.send(encode(blob))
+            for _ in range(2):
+                await receive_response(other, stream, 4096, 60)
+            seconds[str(other.peer_id)] = other.now() - began
+            await stream.close()
+
+        tasks = [world.network.host(f"other{i}").run(join) for i in range(2)]
+        await asyncio.sleep(0.5)
+        with pytest.raises(Declined, match="all places are taken"):
+            await world.network.host("late").run(lambda t: ask(t, donors[0], blob, Data, limit=4096, patience=60))
+        began = transport.now()
+        given = await ask(transport, donors[0], GetChunk(b"c" * 32), Data, limit=4096, patience=5)
+        assert given.data == chunk
+        assert transport.now() - began < 0.5
+        # Once; who asks for the same again waits like everyone.
+        await ask(transport, donors[0], GetChunk(b"c" * 32), Data, limit=4096, patience=60)
+        assert transport.now() - began > 2.0
+        await asyncio.gather(*tasks)
+
+    world.run(program)
+    # Four blobs of 1 kB and one chunk of 0.8 kB, at 250 bytes per second.
+    assert all(seconds_ < 5 * 1100 / 250 for seconds_ in seconds.values())
+
+
+def test_who_asks_for_nothing_loses_its_place_to_who_finds_none() -> None:
+    limits = Limits(streams=2, spare=10.0)
+
+    async def program(transport: Transport, fetcher: Fetcher, donors: list[PeerId]) -> None:
+        idle = [await transport.open(donors[0], PROTOCOL, timeout=5) for _ in range(2)]
+        for stream in idle:
+            await stream.send(encode(GetHeads()))
+            await stream.receive()
+
+        async def join(other: SimTransport) -> Heads:
+            return await ask(other, donors[0], GetHeads(), Heads, limit=4096, patience=5)
+
+        joiner = world.network.host("other")
+        await asyncio.sleep(5)
+        with pytest.raises(Declined, match="all places are taken"):
+            await joiner.run(join)
+        await asyncio.sleep(6)
+        await idle[1].send(encode(GetHeads()))
+        await idle[1].receive()
+        assert (await joiner.run(join)).best == TIP
+        with pytest.raises(StreamClosed):
+            await idle[0].receive()
+        await idle[1].send(encode(GetHeads()))
+        await idle[1].receive()
+
+    world = World(a=lambda transport: Donor(transport, filled(), limits=limits))
+    world.run(program)
 
 
 def test_strangers_are_refused() -> None:
