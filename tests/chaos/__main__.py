@@ -292,7 +292,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--inner-steps", type=int, default=150, help="H [150]")
     parser.add_argument("--silence", type=float, default=3.0, help="T in seconds [3]")
-    parser.add_argument("--core", type=int, help="run all processes on this one core")
+    parser.add_argument("--core", type=int, help="keep all trainers to this one core")
     parser.add_argument("--loopback", action="store_true", help="no network namespaces: relays in user space")
     parser.add_argument("--baseline", type=float, default=0.0, metavar="MINUTES",
                         help="first run as long without faults, and compare the losses at equal tokens")  # fmt: skip
@@ -318,11 +318,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         manifest = manifest_of(args, text_folder(folder / "text"))
-        baseline = json.loads(args.against.read_text()) if args.against is not None else None
+        baseline = None
         if args.baseline:
             baseline = conduct(args, folder / "baseline", manifest, args.baseline, False)
             print(describe(baseline), flush=True)
         result = conduct(args, folder / "chaos", manifest, args.minutes, True)
+        if args.against is not None:
+            baseline = json.loads(args.against.read_text())
         if baseline is not None:
             result["without_faults"] = {**baseline, "memory": [], "warnings": {}}
             result["violations"] += [f"without faults: {what}" for what in baseline["violations"]]

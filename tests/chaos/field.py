@@ -136,7 +136,7 @@ class Field:
     def _begin(self, slot: Slot, arguments: list[str]) -> None:
         process = Process(
             self.here, f"{slot.name}-{len(slot.lives)}", arguments, slot.folder,
-            network=self.hosts.network(slot.host), core=self.core,
+            network=self.hosts.network(slot.host),
         )  # fmt: skip
         slot.lives.append(Life(process))
 
@@ -149,7 +149,10 @@ class Field:
             if not slot.up:
                 continue
             life = slot.life
-            life.process.poll()
+            seen = len(life.process.events)
+            for event in life.process.poll()[seen:]:
+                if event["event"] == "trainer" and self.core is not None:
+                    keep_to(int(event["pid"]), self.core)
             if (code := life.process.code) is not None:
                 self._over(slot, now, f"ended with code {code}")
                 if slot.name in self.leaving:
@@ -393,6 +396,13 @@ class Field:
         while any(slot.up for slot in slots):
             self.look()
             time.sleep(0.05)
+
+
+def keep_to(pid: int, core: int) -> None:
+    """Let all threads of a process run on one core only."""
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(task.name), {core})
 
 
 def resident(pid: int) -> int | None:

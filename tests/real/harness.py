@@ -113,24 +113,22 @@ def place(folder: Path) -> Iterator[Place]:
                 process.close()
 
 
-def _prepare(network: str | None, core: int | None) -> None:
+def _prepare(network: str | None) -> None:
     """Runs between fork and exec: a test run that is killed must not leave swarms behind."""
     _PRCTL(1, signal.SIGKILL, 0, 0, 0)
     if network is not None:
         enter(network)
-    if core is not None:
-        os.sched_setaffinity(0, {core})
 
 
 class Process:
     """One ``atoll`` process in a session of its own, with what it wrote and logged.
 
-    network: a network namespace of ``ip netns`` to live in. core: the only core to run on.
+    network: a network namespace of ``ip netns`` to live in.
     """
 
     def __init__(
         self, here: Place, name: str, arguments: Iterable[str], state: Path | None = None, *,
-        network: str | None = None, core: int | None = None,
+        network: str | None = None,
     ) -> None:  # fmt: skip
         self.name, self.state = name, state if state is not None else here.folder / name
         here.folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +141,7 @@ class Process:
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", "atoll", *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-                env=here.environment(), start_new_session=True, preexec_fn=partial(_prepare, network, core),
+                env=here.environment(), start_new_session=True, preexec_fn=partial(_prepare, network),
             )  # fmt: skip
         here.processes.append(self)
         self.held = leaks.Sockets({})
