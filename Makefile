@@ -41,10 +41,10 @@ test: $(STAMP) ## all tests: unit, simulated swarm, real processes
 	$(BIN)/python -m pytest --durations=15 $(ARGS)
 
 .PHONY: churn
-churn: $(STAMP) ## simulated swarms under crashes, freezes and cuts, a fixed set of seeds, about half a minute
-	$(BIN)/python -m tests.churn --peers 3 --hours 0.2 --every 40 --back 15 --seeds 4
-	$(BIN)/python -m tests.churn --peers 8 --hours 0.1 --every 30 --back 20 --seeds 5
-	$(BIN)/python -m tests.churn --peers 32 --hours 0.04 --every 15 --back 20 --seed 3
+churn: $(STAMP) ## simulated swarms under every kind of fault, a fixed set of seeds, about a minute
+	$(BIN)/python -m tests.churn --peers 3..8 --rounds 25 --step-time 0.5 --vary --seeds 1..12
+	$(BIN)/python -m tests.churn --peers 8 --rounds 40 --faults crash,power,freeze --seed 1
+	$(BIN)/python -m tests.churn --peers 32 --rounds 4 --step-time 2 --every 15 --back 20 --seed 3
 
 .PHONY: lint
 lint: $(STAMP) ## ruff: rules and formatting

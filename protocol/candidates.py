@@ -23,5 +23,8 @@ def order(
     First who led the fewest void rosters on this base, the unreachable after all others, then by rank.
     Nobody is ever excluded: with everyone else gone the last in order leads.
     """
+    ordered = sorted(peers, key=rank)
     away = set(unreachable)
-    return sorted(peers, key=lambda peer: (peer in away, voids.get(peer, 0), rank(peer)))
+    if away or voids:
+        ordered.sort(key=lambda peer: (peer in away, voids.get(peer, 0)))
+    return ordered

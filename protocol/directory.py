@@ -12,6 +12,7 @@ from .manifest import Manifest
 from .messages import Head
 from .records import BUCKETS, Record, bucket_of, dht_key, open_record, seal_record
 from .transport import PeerId, Transport
+from .wakeup import Wakeup
 
 PUBLISH_EVERY = 10.0
 """Seconds between two publications of the own record; a change of state is published earlier."""
@@ -19,6 +20,10 @@ EXPIRES_IN = 60.0
 READ_EVERY = (1.0, 10.0)
 """Seconds between two readings: doubling from the first to the second, again and again from the first while nobody
 is known."""
+READ_SHARE = 0.5
+"""Seconds between two readings for each peer known, where that is more: what reading costs grows with them."""
+SETTLE = 1.0
+"""Seconds for which a new state must last to be published: states flicker at the end of a round."""
 MAX_KNOWN = 4096
 """Peers known at once; ids cost nothing, so memory needs a bound."""
 CANDIDATE_STATES = frozenset({"joining", "training", "averaging", "waiting"})
@@ -61,10 +66,10 @@ class Directory:
         self._told = told
         self._forgotten = forgotten
         self.known: dict[PeerId, Known] = {}
-        self._publish_now = asyncio.Event()
+        self._publish_now = Wakeup()
 
     def publish_soon(self) -> None:
-        """Publish the own record at the next opportunity: its state has changed."""
+        """Publish the own record soon: its state has changed."""
         self._publish_now.set()
 
     def heard(self, peer: PeerId) -> None:
@@ -95,17 +100,15 @@ class Directory:
     async def publish(self) -> None:
         """Keep the own record in the DHT; runs until cancelled."""
         key = dht_key(self._manifest.run_id, bucket_of(self._transport.peer_id, BUCKETS))
+        published, due = "", float("-inf")
         while True:
             self._publish_now.clear()
             record = self._record(self._transport.wall() + EXPIRES_IN)
-            stored = await self._transport.dht.publish(key, seal_record(record, self._signer), EXPIRES_IN)
-            try:
-                async with asyncio.timeout(PUBLISH_EVERY if stored else 1.0):
-                    await self._publish_now.wait()
-                # States flicker at the end of a round; one publication a second is plenty.
-                await asyncio.sleep(1.0)
-            except TimeoutError:
-                pass
+            if record.state != published or self._transport.now() >= due:
+                stored = await self._transport.dht.publish(key, seal_record(record, self._signer), EXPIRES_IN)
+                published, due = record.state, self._transport.now() + (PUBLISH_EVERY if stored else SETTLE)
+            if await self._publish_now.wait(max(due - self._transport.now(), 0.01)):
+                await asyncio.sleep(SETTLE)
 
     async def read(self) -> None:
         """Keep ``known`` up to date from the DHT; runs until cancelled."""
@@ -116,7 +119,8 @@ class Directory:
                     self._take(peer, data)
             self.forget_stale()
             await asyncio.sleep(pause)
-            pause = min(2 * pause, READ_EVERY[1]) if self.known else READ_EVERY[0]
+            longest = max(READ_EVERY[1], READ_SHARE * len(self.known))
+            pause = min(2 * pause, longest) if self.known else READ_EVERY[0]
 
     def _take(self, peer: PeerId, data: bytes) -> None:
         if peer == self._transport.peer_id or not self._manifest.admits(peer):

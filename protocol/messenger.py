@@ -64,6 +64,7 @@ class Messenger:
         self._limit = limit
         self._lost = lost
         self._idle = idle
+        self._closed = False
         self._links: dict[PeerId, _Link] = {}
         self._streams: dict[PeerId, dict[int, Stream]] = {}
         self._last_heard: dict[PeerId, float] = {}
@@ -75,7 +76,8 @@ class Messenger:
         await self._transport.serve(PROTOCOL, self._receive)
 
     async def close(self) -> None:
-        """End all links; what is queued is dropped."""
+        """End all links; what is queued is dropped, and so is what is posted from now on."""
+        self._closed = True
         links, self._links = self._links, {}
         for link in links.values():
             if link.task is not None:
@@ -120,6 +122,10 @@ class Messenger:
         link = self._links.get(peer)
         return link is not None and link.failed_at is not None and self.heard(peer) < link.failed_at
 
+    def unreachable(self) -> list[PeerId]:
+        """Those for whom :meth:`failing` holds."""
+        return [peer for peer, link in self._links.items() if link.failed_at is not None and self.failing(peer)]
+
     def forget(self, peer: PeerId) -> None:
         """Keep nothing of a peer that has been gone for long."""
         self._last_heard.pop(peer, None)
@@ -145,6 +151,8 @@ class Messenger:
                 self._enqueue(peer, data)
 
     def _enqueue(self, peer: PeerId, data: bytes) -> None:
+        if self._closed:
+            return  # streams that others opened are served until the transport closes, and want answers
         link = self._links.get(peer)
         if link is None:
             link = self._links[peer] = _Link()

@@ -77,6 +77,7 @@ from .state import GlobalState
 from .store import Store
 from .transfer import Donor
 from .transport import PeerId, Standing, Stream, Transport
+from .wakeup import Wakeup
 
 REPORT_EVERY = 2.0
 """Seconds between two reports to the first candidates."""
@@ -161,7 +162,7 @@ class Peer:
         self._stopping = False
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._failure: BaseException | None = None
-        self._wake = asyncio.Event()
+        self._wake = Wakeup()
         # The replica is filled by _load before anything reads it.
         self.replica: Replica = None  # type: ignore[assignment]
 
@@ -204,7 +205,7 @@ class Peer:
         self._ranks: dict[PeerId, bytes] = {}
         self._look_at = float("-inf")
         """When the main task looks again, unless woken earlier."""
-        self._report_now = asyncio.Event()
+        self._report_now = Wakeup()
         self._last_round = 0
         self._calling: Calling | None = None
         self._engaged: PeerId | None = None
@@ -216,6 +217,8 @@ class Peer:
         self._limbo: list[_Limbo] = []
         self._early: deque[tuple[PeerId, RoundMessage]] = deque(maxlen=EARLY_LIMIT)
         self._commits: deque[tuple[bytes, Commit]] = deque(maxlen=16)
+        self._newest: tuple[bytes, Commit] | None = None
+        """The head's commit, if this process applied it, and its roster."""
         self._better_since: float | None = None
         self._looking: asyncio.Task[None] | None = None
         self._plan: Plan | None = None
@@ -413,7 +416,7 @@ class Peer:
             self._wake.clear()
             # What changes by news wakes this task; what comes due by time alone is noted by _reached. The rest, like
             # the state that a record names, is found out late at no cost.
-            self._look_at = self.transport.now() + self._silence / 2
+            self._look_at = self.transport.now() + self._silence
             if self._commits:
                 commit_id, commit = self._commits.popleft()
                 await self._follow(commit_id, commit)
@@ -442,11 +445,7 @@ class Peer:
                 if rested and (due := self._due()) is not None and self._leads():
                     await self._coordinate(due)
                     continue
-            try:
-                async with asyncio.timeout(max(self._look_at - self.transport.now(), 0.001)):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+            await self._wake.wait(max(self._look_at - self.transport.now(), 0.001))
 
     def _reached(self, moment: float) -> bool:
         """Whether that moment of ``Transport.now()`` has come; if not, the main task looks again then."""
@@ -485,7 +484,6 @@ class Peer:
         digest.add_done_callback(lambda task: self._log_digest(head, task))
         if self._on_head is not None:
             self._on_head(self.replica.position)
-        self.directory.publish_soon()
         self._wake.set()
 
     def _log_digest(self, head: Head, task: asyncio.Task[bytes]) -> None:
@@ -504,8 +502,7 @@ class Peer:
 
     def _ordered(self) -> list[PeerId]:
         peers = [*self.directory.candidates(), self.transport.peer_id]
-        away = [peer for peer in peers if peer != self.transport.peer_id and self.messenger.failing(peer)]
-        return order(peers, rank=self._rank, voids=self._voids, unreachable=away)
+        return order(peers, rank=self._rank, voids=self._voids, unreachable=self.messenger.unreachable())
 
     def _rank(self, peer: PeerId) -> bytes:
         known = self._ranks.get(peer)
@@ -534,11 +531,12 @@ class Peer:
         )
 
     async def _report(self) -> None:
-        """Tell the first candidates how far this peer is, every two seconds and whenever it matters."""
+        """Tell the first candidate how far this peer is, every two seconds and whenever it matters; the next two, who
+        only have to know who lives when the first dies, every second time."""
         if self.island is None:
             return
         told: tuple[Head, bool] | None = None
-        told_at = float("-inf")
+        told_at, beat = float("-inf"), 0
         ready_since: float | None = None
         every = min(REPORT_EVERY, self._silence / 2.5)
         while True:
@@ -548,21 +546,19 @@ class Peer:
             ready_since = (ready_since or now) if report.ready else None
             self._note_readiness(report)
             self._say_whether_it_trains(report)
-            if (report.head, report.ready) != told or now >= told_at + every:
+            news = (report.head, report.ready) != told
+            if news or now >= told_at + every:
                 others = [peer for peer in self._ordered() if peer != self.transport.peer_id]
                 # Whoever has waited long tells everyone: views of the order may differ.
                 patient = self.finished or (ready_since is not None and now - ready_since > 2 * self._silence)
-                self.messenger.post_all(others if patient else others[:3], report)
+                beat = 0 if news else beat + 1
+                self.messenger.post_all(others if patient else others[: 1 if beat % 2 else 3], report)
                 told, told_at = (report.head, report.ready), now
             # Wake when the next report is due, or when this peer will be ready, whichever is first.
             pause = max(told_at + every - self.transport.now(), 0.01)
             if not report.ready and report.leased:
                 pause = min(pause, max(report.eta, self._silence / 50))
-            try:
-                async with asyncio.timeout(pause):
-                    await self._report_now.wait()
-            except TimeoutError:
-                pass
+            await self._report_now.wait(pause)
 
     def _say_whether_it_trains(self, report: Report) -> None:
         """Without samples a peer stands still until a commit brings some; it must not look as if it trained."""
@@ -589,10 +585,10 @@ class Peer:
 
     async def _watch_clock(self) -> None:
         """When this process was held up (suspended, starved), silence proves nothing: reset, and ask for heads."""
-        step = self._silence / 5
+        step, never = self._silence / 5, Wakeup()
         while True:
             before = self.transport.now()
-            await asyncio.sleep(step)
+            await never.wait(step)
             late = self.transport.now() - before - step
             if late > self._silence / 2:
                 self._events("warning", message=f"this process was held up for {late:.1f} s; it asks for the head")
@@ -719,8 +715,8 @@ class Peer:
             self._learn_head(peer, head)
 
     def _learn_head(self, peer: PeerId, head: Head) -> None:
-        if self._heads.get(peer) != head:
-            self._wake.set()
+        if self._heads.get(peer) == self.head != head:
+            self._wake.set()  # it may have stood before this peer
         self._heads[peer] = head
         doubt = self._doubts.get(peer)
         if doubt is not None and self.transport.now() < doubt[1]:
@@ -809,6 +805,11 @@ class Peer:
     def _for_round(self, peer: PeerId, message: RoundMessage) -> None:
         if self._round is not None and self._round.roster_id == message.roster:
             self._round.receive(peer, message)
+            return
+        if self._newest is not None and message.roster == self._newest[0]:
+            # It has missed how that round ended; a moment's delay is no sign of it.
+            if isinstance(message, Ping) and self.transport.now() - self._base_since > self._silence / 5:
+                self.messenger.post(peer, Committed(self._newest[1]))
             return
         if isinstance(message, Ballot):
             for limbo in self._limbo:
@@ -1231,6 +1232,7 @@ class Peer:
                 self._frozen = False
                 await island.resume(reload=bool(chunks), spent=spent, outer_step=body.outer_step)
         self._log_commit(commit_id, commit, names, seconds)
+        self._newest = (hash_of(body.seal), commit)
         self._new_head()
         if chunks and (self.head.outer_step % self.manifest.state.checkpoint_every == 0 or self.finished):
             self._checkpointing = asyncio.get_running_loop().create_task(self._checkpoint())
@@ -1407,6 +1409,7 @@ class Peer:
         left = self.head
         state = loaded.state if loaded.state is not None else await self.transport.offload(self._fresh)
         self.replica.adopt(state, loaded.position)
+        self._newest = None
         await self._replay(loaded.replay)
         if better(head, self.head):
             self._owed = head

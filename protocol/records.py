@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 from typing import Protocol as Interface
 
@@ -138,23 +139,34 @@ def _check(data: bytes, verifier: Verifier, run_id: bytes, peer: PeerId) -> Reco
     """All that does not depend on anyone's clock, so that everybody comes to the same decision."""
     if len(data) > MAX_RECORD:
         raise PeerMisbehaved(f"a record of {len(data)} bytes, {MAX_RECORD} are allowed", peer)
-    sealed = decode(data, _Sealed, peer)
-    record = decode(sealed.body, Record, peer)
-    if encode(sealed) != data or encode(record) != sealed.body:
-        raise PeerMisbehaved("a record that is not in canonical form", peer)
+    try:
+        sealed, record = _parse(data)
+    except PeerMisbehaved as error:
+        raise PeerMisbehaved(str(error), peer) from None
     if record.run != run_id:
         raise PeerMisbehaved(f"a record of another run ({record.run.hex()[:12]}…)", peer)
     if record.peer != peer:
         raise PeerMisbehaved(f"a record of {record.peer} under another peer's name", peer)
     if not record.issued <= record.expires <= record.issued + MAX_LIFETIME:
         raise PeerMisbehaved(f"a record that lives {record.expires - record.issued:.0f} s, not 0 to an hour", peer)
-    if not (record.name.isprintable() and record.version.isprintable()):
-        raise PeerMisbehaved("a record whose name or version is not printable", peer)
-    if not all(map(is_multiaddr, record.addresses)):
-        raise PeerMisbehaved("a record with an address that is no multiaddress", peer)
     if not verifier.verify(peer, record_bytes(sealed.body), sealed.signature):
         raise PeerMisbehaved("a record that its peer did not sign", peer)
     return record
+
+
+@lru_cache(maxsize=512)
+def _parse(data: bytes) -> tuple[_Sealed, Record]:
+    """What a record says, once its form is sound. The DHT's gate and the directory see the same bytes again and again,
+    and so do the peers of a simulation."""
+    sealed = decode(data, _Sealed)
+    record = decode(sealed.body, Record)
+    if encode(sealed) != data or encode(record) != sealed.body:
+        raise PeerMisbehaved("a record that is not in canonical form")
+    if not (record.name.isprintable() and record.version.isprintable()):
+        raise PeerMisbehaved("a record whose name or version is not printable")
+    if not all(map(is_multiaddr, record.addresses)):
+        raise PeerMisbehaved("a record with an address that is no multiaddress")
+    return sealed, record
 
 
 def expiry_of(data: bytes) -> float:

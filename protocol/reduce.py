@@ -29,6 +29,7 @@ from .errors import Fault, NonFinite, PeerMisbehaved, PeerSlow, StreamClosed
 from .layout import ChunkLayout
 from .messages import Digest, Member, Natural, Part, Seal, Signature, decode, encode
 from .transport import Stream, Transport
+from .wakeup import Wakeup
 
 PROTOCOL = "reduce/1"
 WINDOW = 8
@@ -114,19 +115,10 @@ class Reducer:
         self._connected: dict[int, Stream] = {}
         self._adding: dict[asyncio.Task[None], int | None] = {}
         self._closed = False
-        self._changed = asyncio.Event()
-
-    def _pulse(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    async def _wait(self, seconds: float) -> None:
-        """Until something changes, at most ``seconds``."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
+        self._arrived = Wakeup()
+        """A contribution was added, or its member left out."""
+        self._averaged = Wakeup()
+        """A chunk was averaged, or a member left out, or all is over."""
 
     def _leave_out(self, member: int, reason: str) -> None:
         if member not in self._out:
@@ -134,12 +126,14 @@ class Reducer:
             fault = Fault.SLOW if member in self._connected else Fault.GONE
             # Who came to a part when it was almost over has given nobody the time to contribute.
             self._refused(member, reason, fault if self._began < self._cutoff - self._silence / 4 else Fault.LOCAL)
-            self._pulse()
+            self._arrived.pulse()
+            self._averaged.pulse()
 
     def _bar(self, member: int) -> None:
         self._out.add(member)
         self._barred.add(member)
-        self._pulse()
+        self._arrived.pulse()
+        self._averaged.pulse()
 
     async def _add(self, member: int, index: int, payload: BytesLike) -> None:
         """Add a contribution, whole and once. It runs to its end in a task of its own even if the member's stream
@@ -169,7 +163,7 @@ class Reducer:
             if member in self._next:
                 self._next[member] = index + 1
                 self._delivered[member] = self._transport.now()
-        self._pulse()
+        self._arrived.pulse()
 
     def _fresh(self, size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
         for i, spare in enumerate(self._spare):
@@ -186,7 +180,7 @@ class Reducer:
             task = asyncio.get_running_loop().create_task(stream.close())
             self._adding[task] = None
             task.add_done_callback(self._added)
-        self._pulse()
+        self._averaged.pulse()
 
     async def run(self, own: Callable[[int], BytesLike] | None) -> None:
         """Average chunk after chunk. ``own(index)``: this member's own contribution, encoded as it would be sent;
@@ -207,7 +201,7 @@ class Reducer:
                     left = min(left, self._silence - waited)
                 if all(member in self._out for member in missing):
                     break
-                await self._wait(max(left, self._silence / 100))
+                await self._arrived.wait(max(left, self._silence / 100))
             await self._finish(index)
 
     async def _finish(self, index: int) -> None:
@@ -226,7 +220,7 @@ class Reducer:
         self._locks.pop(index, None)
         self._averages[index] = average
         self._sink(index, average)
-        self._pulse()
+        self._averaged.pulse()
 
     def _average(
         self, index: int, contributors: bytes, weight: int, total: np.ndarray[Any, np.dtype[np.float32]]
@@ -306,7 +300,7 @@ class Reducer:
             running.update(frame)
             count += 1
             while index >= self._low + WINDOW and member not in self._out:
-                await self._wait(self._silence)
+                await self._averaged.wait(self._silence)
                 self._check_open()
             if member in self._out:
                 # It may keep receiving; what it still sends is read and dropped, so that its stream never jams.
@@ -328,7 +322,7 @@ class Reducer:
         running = blake3()
         for index in range(have, self._end):
             while index not in self._averages:
-                await self._wait(self._silence / 3)
+                await self._averaged.wait(self._silence / 3)
                 self._check_open()
                 if index not in self._averages:
                     await stream.send(bytes([ALIVE]))

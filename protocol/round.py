@@ -26,11 +26,14 @@ from .reduce import PROTOCOL as REDUCE
 from .reduce import Hello, Progress, Reducer, exchange
 from .replica import Replica
 from .transport import PeerId, Stream, Transport
+from .wakeup import Wakeup
 
 MAX_PROPOSALS = 2
 """Bodies looked at for one roster from one member: each may lead, and once more after reducers were replaced."""
 MEASURABLE = 1 << 20
 """Bytes in each direction below which a round says nothing about a link."""
+HERALDS = 3
+"""Members that send the commit to everyone: those who lead first."""
 CHUNK_RETRY = 0.2
 """Share of T between two attempts to reach a reducer or a donor."""
 
@@ -88,6 +91,13 @@ class Round:
         self.roster_id = roster_id
         self.peers = [PeerId(member.peer) for member in seal.members]
         self.me = self.peers.index(around.transport.peer_id)
+        coordinator = self.peers.index(PeerId(seal.coordinator))
+        rest = sorted(
+            (m for m in range(len(self.peers)) if m != coordinator),
+            key=lambda m: rank(seal.run, seal.base.id, self.peers[m]),
+        )
+        self._order = [coordinator, *rest]
+        """Who leads, and who after them: the coordinator, then the others by rank."""
         self.theta = theta if seal.members[self.me].weight else None
         self.silence = around.manifest.round.silence
         self.started = around.transport.now()
@@ -116,7 +126,7 @@ class Round:
         self._sent = self._received = 0
         self.upload = self.download = 0.0
         """Bytes per second that the reduction reached; 0 when too little was moved to tell."""
-        self._changed = asyncio.Event()
+        self._changed = Wakeup()
 
     # --- the whole -----------------------------------------------------------------------------------------------
 
@@ -185,21 +195,10 @@ class Round:
         if not task.cancelled() and (error := task.exception()) is not None and not self.outcome.done():
             self.outcome.set_exception(error)
 
-    def _pulse(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    async def _wait(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
-
     async def _ping(self) -> None:
         while True:
-            self.around.messenger.post_all(self.peers, Ping(self.roster_id))
             await asyncio.sleep(self.silence / 3)
+            self.around.messenger.post_all(self.peers, Ping(self.roster_id))
 
     # --- reduce --------------------------------------------------------------------------------------------------
 
@@ -227,7 +226,7 @@ class Round:
             progress = Progress.of(part)
             task = self._work[key] = self._spawn(self._exchange(part, progress))
             self._exchanges[task] = progress
-        self._pulse()
+        self._changed.pulse()
 
     def _refused(self, member: int, reason: str, fault: Fault = Fault.HOSTILE) -> None:
         if fault is Fault.LOCAL:
@@ -249,7 +248,7 @@ class Round:
             self.chunks[index] = digest
             if None not in self.chunks:
                 self._measure()
-        self._pulse()
+        self._changed.pulse()
 
     def _measure(self) -> None:
         """All averages are here: what the links carried until now tells how fast they are."""
@@ -287,7 +286,7 @@ class Round:
             except (PeerMisbehaved, PeerSlow) as error:
                 self._distrusted.add(part.reducer)
                 self._refused(part.reducer, str(error), error.fault)
-                self._pulse()
+                self._changed.pulse()
                 return
             except (TransportError, TimeoutError):
                 if progress.whole:  # all that this peer wants, even if the end never came
@@ -305,7 +304,7 @@ class Round:
         waited = self.around.transport.now() + self.silence
         # The part may be one that has just been reassigned to this peer, and the news is still under way.
         while key not in self._serving and self.around.transport.now() < waited:
-            await self._wait(self.silence / 4)
+            await self._changed.wait(self.silence / 4)
         reducer = self._serving.get(key)
         if reducer is None:
             raise PeerMisbehaved(f"part {hello.first}+{hello.count} is not this peer's", stream.peer)
@@ -328,7 +327,7 @@ class Round:
             self.learn(message, peer)
         elif isinstance(message, Voided):
             self._gone.add(self.peers.index(peer))
-        self._pulse()
+        self._changed.pulse()
 
     def learn(self, ballot: Ballot, sender: PeerId | None = None) -> None:
         """A body for this roster, and votes for it. Raises :class:`PeerMisbehaved` when it is unsound."""
@@ -362,10 +361,12 @@ class Round:
         self.committed(Commit(proposal.body, votes))
 
     def committed(self, commit: Commit) -> None:
-        """A verified commit of this roster: completed here, or sent by a peer. It is passed on once."""
+        """A verified commit of this roster: completed here, or sent by a peer. The first members in order tell all."""
         if not self.outcome.done():
             self.outcome.set_result(commit)
-            self.around.messenger.post_all(self.around.everyone(), Committed(commit))
+            # All members count votes, so three who tell everyone are enough; who misses it asks by its pings.
+            if self.me in self._order[:HERALDS]:
+                self.around.messenger.post_all(self.around.everyone(), Committed(commit))
 
     # --- lead ----------------------------------------------------------------------------------------------------
 
@@ -376,23 +377,14 @@ class Round:
             self.around.messenger.silent_for(self.peers[member], self.started) <= self.silence
         )
 
-    def _order(self) -> list[int]:
-        """Who leads, and who after them: the coordinator, then the others by rank."""
-        run, base = self.seal.run, self.seal.base.id
-        coordinator = self.peers.index(PeerId(self.seal.coordinator))
-        rest = sorted(
-            (m for m in range(len(self.peers)) if m != coordinator), key=lambda m: rank(run, base, self.peers[m])
-        )
-        return [coordinator, *rest]
-
     def leader(self) -> int:
         """The member that leads now: the first in order that is not silent."""
-        return next(member for member in self._order() if self._alive(member))
+        return next(member for member in self._order if self._alive(member))
 
     def _entitled(self, sender: int) -> bool:
         """Whether that member may lead, as far as can be seen from here: all before it have been silent for a while.
         Half of T, since others may have heard them last a little earlier."""
-        for member in self._order():
+        for member in self._order:
             if member == sender:
                 return True
             silent = self.around.messenger.silent_for(self.peers[member], self.started)
@@ -416,7 +408,7 @@ class Round:
                 elif now - proposed_at > self.silence / 2:
                     proposed_at = now
                     await self._propose()
-            await self._wait(self.silence / 5)
+            await self._changed.wait(self.silence / 5)
 
     def _give_up_if_hopeless(self) -> None:
         """End early when no body can win any more (silence, split signatures, members that gave up)."""
@@ -585,7 +577,7 @@ class Round:
                 self._refused(proposer, f"{reason} this peer, or {self.peers[reducer]}")
                 if proposer == self.leader() or others - {proposer}:
                     self._two_stories(reducer, f"{reason} this reducer, or {proposal.by}")
-            await self._wait(self.silence * CHUNK_RETRY)
+            await self._changed.wait(self.silence * CHUNK_RETRY)
         proposal.refused = False
 
     def _two_stories(self, reducer: int, reason: str) -> None:
@@ -612,7 +604,7 @@ class Round:
                 self._alive(part.reducer) and part.reducer not in self._distrusted for part in self._parts()
             )
             if coming and around.transport.now() - began < self.silence / 2:
-                await self._wait(self.silence * CHUNK_RETRY)
+                await self._changed.wait(self.silence * CHUNK_RETRY)
                 continue
             voters = list(proposal.votes) if proposal is not None else []
             ordered = [*voters, *(m for m in range(len(self.peers)) if m not in voters)]
@@ -621,7 +613,7 @@ class Round:
                 for entry, data in zip(body.chunks, await around.fetch(body, donors, self.held.get), strict=True):
                     self.held[entry.hash] = data
             except TransportError:
-                await self._wait(self.silence * CHUNK_RETRY)
+                await self._changed.wait(self.silence * CHUNK_RETRY)
         chunks = [self.held[entry.hash] for entry in body.chunks]
         await around.transport.offload(check_all, body, chunks, around.layout, around.replica.codec)
 

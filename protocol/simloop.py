@@ -263,6 +263,10 @@ class SimLoop(asyncio.AbstractEventLoop):
         if process in self._processes:
             self._processes.remove(process)
 
+    def tasks_of(self, process: SimProcess) -> list[asyncio.Task[Any]]:
+        """The tasks of a process that have not ended, oldest first."""
+        return sorted(self._pending(process), key=hash)
+
     def _pending(self, process: SimProcess | None) -> list[SimTask]:
         return [task for task in asyncio.all_tasks(self) if isinstance(task, SimTask) and task.process is process]
 
@@ -340,9 +344,9 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def _advance(self, main: asyncio.Future[Any] | None, limit: float | None) -> None:
         """Move what is due to the ready queue; when nothing is, jump to the next timer."""
-        ready, timers = self._ready, self._timers
+        ready, timers, pop = self._ready, self._timers, heapq.heappop
         while timers and timers[0][2]._cancelled:
-            heapq.heappop(timers)
+            pop(timers)
             self._cancelled_timers -= 1
         if not ready:
             if not timers:
@@ -361,7 +365,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             )
         clock = self.clock
         while timers and timers[0][0] <= clock:
-            handle = heapq.heappop(timers)[2]
+            handle = pop(timers)[2]
             if handle._cancelled:
                 self._cancelled_timers -= 1
             else:
@@ -372,28 +376,27 @@ class SimLoop(asyncio.AbstractEventLoop):
         ready = self._ready
         count = len(ready)
         self.callbacks += count
+        take, owner = ready.popleft, _PROCESS
         for _ in range(count):
-            handle = ready.popleft()
+            handle = take()
             if handle._cancelled:
                 continue
-            callback, context = handle.callback, handle.context
-            assert callback is not None
+            context = handle.context
             try:
                 if context is None:
-                    callback(*handle.arguments)
+                    handle.callback(*handle.arguments)  # type: ignore[misc]
                     continue
-                process = context.get(_PROCESS)
+                process = context.get(owner)
                 if process is not None and process.state != RUNNING:
                     if process.state == FROZEN:
                         process.backlog.append(handle)
                     continue
-                context.run(callback, *handle.arguments)
+                context.run(handle.callback, *handle.arguments)  # type: ignore[arg-type]
             except (SystemExit, KeyboardInterrupt):
                 raise
             except BaseException as error:
-                self.call_exception_handler(
-                    {"message": f"exception in callback {callback!r}", "exception": error, "handle": handle}
-                )
+                message = f"exception in callback {handle.callback!r}"
+                self.call_exception_handler({"message": message, "exception": error, "handle": handle})
 
     def _report(self, main: asyncio.Future[Any] | None) -> str:
         lines = []

@@ -52,7 +52,7 @@ EventHook = Callable[["SimHost", str, Mapping[str, Any]], None]
 Validator = Callable[[str, PeerId, bytes], bool]
 
 _log = logging.getLogger(__name__)
-_FRAME = struct.Struct("<dIQ")
+_FRAME = struct.Struct("<dIQ?")
 
 
 class Trace:
@@ -78,12 +78,12 @@ class Trace:
         self._hash.update(f"{now!r} {kind} {fields!r}\n".encode())
         self._note(now, kind, fields)
 
-    def frame(self, wire: int, source: str, target: str, frame: bytes) -> None:
-        if self._loop.is_closing():
+    def frame(self, wire: int, back: bool, source: str, target: str, frame: bytes) -> None:
+        """A frame has arrived over a wire, whose ends :meth:`add` has named; ``back``: at the end that opened it."""
+        if self._loop._closing:
             return
         now = self._loop.clock
-        self._hash.update(_FRAME.pack(now, wire, len(frame)) + f"{source}>{target}".encode())
-        self._hash.update(frame)
+        self._hash.update(_FRAME.pack(now, wire, len(frame), back) + frame)
         if self.keep or self.hook is not None:
             self._note(now, "frame", (source, target, wire, len(frame)))
 
@@ -840,7 +840,7 @@ class SimNetwork(WireObserver):
     def delivered(self, wire: Wire, source: SimStream, target: SimStream, frame: bytes) -> None:
         source.nic.host.bytes_sent += len(frame)
         target.nic.host.bytes_received += len(frame)
-        self.trace.frame(wire.serial, source.nic.host.name, target.nic.host.name, frame)
+        self.trace.frame(wire.serial, target is wire.near, source.nic.host.name, target.nic.host.name, frame)
 
     def broke(self, wire: Wire, end: SimStream, reason: str) -> None:
         self.trace.add("broke", wire.serial, end.nic.host.name, reason)

@@ -1,7 +1,8 @@
 """A simulated swarm under churn: ``python -m tests.churn --peers 64 --hours 6 --seed 1``.
 
-Runs the very protocol code on the virtual clock while peers crash, freeze, lose their links and come back, checks the
-design's invariants, and says what the churn cost. Exit code 1, and the command that replays it, when one is violated.
+Runs the very protocol code on the virtual clock while peers crash, freeze, lose their links or their disks and come
+back, checks the design's invariants, and says what the churn cost. Exit code 1, and the command that replays it, when
+one is violated.
 """
 
 from __future__ import annotations
@@ -9,23 +10,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from atoll.protocol.commits import contributed
-from atoll.protocol.messages import hash_of
-
+from .simulated.accounts import Accounts
 from .simulated.faults import KINDS, Chaos
 from .simulated.swarm import Swarm, manifest
 
-SAMPLE_EVERY = 1.0
-"""Virtual seconds between two looks at what every peer is doing."""
+PARAMETERS, CHUNK = 128, 64
+CALM = 6
+"""Rounds without faults at the end, after which all must be together again."""
 
 
 @dataclass
@@ -35,160 +34,237 @@ class Result:
     seed: int
     peers: int
     seconds: float
-    faults: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What ``--vary`` drew, and all else that shapes the run."""
+    faults: dict[str, int] = field(default_factory=dict)
     goodput: float = 0.0
     """Time whose inner steps were averaged in a commit of the final chain."""
+    loss: dict[str, float] = field(default_factory=dict)
+    """Where the rest went. down: crashed, without power, frozen. joining, leaseless: up, without samples. entering:
+    paused for a call, averaging: for a round. forked: averaged on a fork that was left. dropped: trained, and dropped
+    in going over to another head. crashed: trained, and gone with a process. pending: trained, and not yet averaged at
+    the end."""
     uptime: float = 0.0
     """Share of the time in which at least one peer trained."""
-    down: float = 0.0
-    """Crashed, without power, or frozen."""
-    averaging: float = 0.0
-    """Paused for a round."""
-    idle: float = 0.0
-    """Up, without samples: joining, or waiting for a lease."""
-    lost: float = 0.0
-    """Trained, and not in the final chain: lost in a crash or on a fork, or left out; what was still under way too."""
     commits: int = 0
+    lone: int = 0
+    """Commits of a roster of one."""
     outer_steps: int = 0
     rosters: int = 0
     void: int = 0
+    unsealed: int = 0
+    """Times that a member gave up waiting for a seal."""
     resyncs: int = 0
+    forks: list[int] = field(default_factory=list)
+    """Commits of each fork that was left."""
     commit_seconds: dict[str, float] = field(default_factory=dict)
     """Time from one commit to the next: p50, p90, p99, max."""
+    of_bound: float = 0.0
+    """The largest share of what (v+1)(D+3T) and the inner steps allow that such a time took."""
     lost_units: int = 0
     """Sample units trained on and not averaged."""
+    lost_leases: int = 0
+    """Sample units leased and never trained on."""
     cpu_seconds: float = 0.0
     trace: str = ""
     violations: list[str] = field(default_factory=list)
+    replay: str = ""
 
 
-def build(args: argparse.Namespace, seed: int) -> Swarm:
-    silence, steps = args.silence, args.inner_steps
-    rules = {
-        "inner_steps": steps, "quorum": min(args.quorum, args.peers), "max_group": args.max_group,
-        "silence": silence, "first_lease": 8 * steps, "max_lease": 32 * steps, "weight_cap": 10**6,
+def draw(args: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """The settings of a seed: as given, or with ``--vary`` drawn from it."""
+    settings = {
+        "peers": args.peers[0] + seed % (args.peers[1] - args.peers[0] + 1), "quorum": args.quorum,
+        "silence": args.silence, "latency": args.latency, "inner_steps": args.inner_steps, "step_time": args.step_time,
+        "uneven": 1.0, "grace": 0.25, "jitter": 0.0, "hidden": 0, "bandwidth": args.bandwidth, "every": args.every,
+        "back": args.back, "codec": "int8",
     }  # fmt: skip
-    swarm = Swarm(manifest(round=rules, budget={"rounds": 10**6}), seed=seed, latency=args.latency)
-    for index in range(args.peers):
+    length = args.inner_steps * args.step_time
+    if args.vary:
+        rng = random.Random(f"settings {seed}")
+        settings |= {
+            "quorum": rng.randint(1, settings["peers"] // 2), "silence": rng.choice([2.0, 5.0, 5.0, 5.0, 8.0]),
+            "codec": rng.choice(["float32", "float32", "int8", "sparse"]),
+            "latency": rng.choice([0.005, 0.03, 0.1, 0.25]), "uneven": rng.choice([1.0, 1.5, 4.0]),
+            "grace": rng.choice([0.0, 0.25, 0.5]), "jitter": rng.choice([0.0, 0.5, 2.0]),
+            "hidden": rng.choice([0, 0, settings["peers"] // 3]),
+            "every": rng.choice([1.0, 3.0, 10.0]) * length, "back": rng.choice([0.2, 1.0, 3.0]) * length,
+        }  # fmt: skip
+    if settings["every"] is None:
+        settings["every"] = 20 * length / settings["peers"]
+    if settings["back"] is None:
+        settings["back"] = 2 * length
+    return settings
+
+
+def build(settings: dict[str, Any], max_group: int, seed: int) -> Swarm:
+    steps, peers = settings["inner_steps"], settings["peers"]
+    rules = {
+        "inner_steps": steps, "quorum": min(settings["quorum"], peers), "max_group": max_group,
+        "silence": settings["silence"], "first_lease": 8 * steps, "max_lease": 32 * steps, "weight_cap": 10**6,
+        "grace": settings["grace"],
+    }  # fmt: skip
+    run = manifest(
+        parameters=PARAMETERS, round=rules, state={"chunk": CHUNK}, codec={"name": settings["codec"]},
+        budget={"rounds": 10**6},
+    )  # fmt: skip
+    swarm = Swarm(
+        run, seed=seed, latency=settings["latency"], jitter=settings["jitter"], bandwidth=settings["bandwidth"],
+        log=False,
+    )  # fmt: skip
+    rng = random.Random(f"speeds {seed}")
+    for index in range(peers):
         name = f"p{index}"
-        swarm.steps = {**swarm.steps, name: args.step_time}
-        swarm.add(name)
+        swarm.steps = {**swarm.steps, name: settings["step_time"] * rng.uniform(1, settings["uneven"])}
+        swarm.add(name, reachable=index >= settings["hidden"])
     return swarm
 
 
 def simulate(args: argparse.Namespace, seed: int) -> Result:
     """One seed, from start to end."""
     began = time.process_time()
-    swarm = build(args, seed)
-    seconds = args.hours * 3600
+    settings = draw(args, seed)
+    peers, length = settings["peers"], settings["inner_steps"] * settings["step_time"]
+    swarm = build(settings, max(args.max_group, 1), seed)
+    seconds = args.rounds * length if args.rounds else args.hours * 3600
     chaos = None
     if args.faults:
         chaos = Chaos(
-            swarm, seed, every=args.every or 600.0, back=(args.back * 0.5, args.back * 1.5),
-            down=max(args.peers // 2, 1), kinds=tuple(args.faults),
+            swarm, seed, every=settings["every"], back=(settings["back"] * 0.5, settings["back"] * 1.5),
+            down=max(peers // 2, 1), kinds=tuple(args.faults), split=(3 * length, 15 * length),
         )  # fmt: skip
-    seen: Counter[str] = Counter()
-    up = 0
+    inner = length * max(settings["uneven"], 1.0) * (1 + settings["grace"])
+    accounts = Accounts(swarm, chaos, inner)
+    quiet = CALM * inner + 5 * (7 * settings["silence"])
+    used = pending = 0
 
     async def main() -> None:
-        nonlocal up
-        while swarm.network.loop.time() < seconds:
-            await asyncio.sleep(SAMPLE_EVERY)
-            states = [state(swarm, name) for name in swarm.hosts]
-            seen.update(states)
-            up += "training" in states
+        nonlocal used, pending
+        await accounts.watch(seconds)
+        islands = [life.island for lives in swarm.lives.values() for life in lives if life.island is not None]
+        used = sum(len(span) for island in islands for span in island.used)
+        pending = sum(
+            len(span) for lives in swarm.lives.values() if lives[-1].ended is None and lives[-1].island is not None
+            for span in lives[-1].island.pending
+        )  # fmt: skip
+        if chaos is not None:
+            chaos.stop()
+        await asyncio.sleep(quiet)
+        swarm.violations += accounts.check_together(seconds + 1)
+        swarm.violations += accounts.check_everyone_contributes(seconds)
+        swarm.violations += await swarm.shut_down(20 * settings["silence"])
 
-    result = Result(seed, args.peers, seconds)
+    result = Result(seed, peers, seconds, settings)
     try:
         swarm.network.run(main())
     except Exception as error:
         swarm.violations.append(f"the run ended with {type(error).__name__}: {error}")
     swarm.check_samples()
-    samples = max(seen.total(), 1)
-    result.down, result.averaging, result.idle = (seen[kind] / samples for kind in ("down", "averaging", "idle"))
-    result.uptime = up / max(seconds / SAMPLE_EVERY, 1)
-    units = committed_units(swarm)
-    result.goodput = units / 4 * args.step_time / (args.peers * seconds)
-    result.lost = max(seen["training"] / samples - result.goodput, 0.0)
-    used = sum(len(life.island.used) for lives in swarm.lives.values() for life in lives if life.island is not None)
-    result.lost_units = used - units
-    result.faults = len(chaos.log) if chaos is not None else 0
-    result.commits = len(swarm.commits)
-    result.outer_steps = max((commit.body.outer_step for commit in swarm.commits.values()), default=0)
-    result.rosters = len({fields["roster"] for _, _, fields in swarm.named("seal")})
-    result.void = len({fields["roster"] for _, _, fields in swarm.named("void") if fields["roster"]})
-    result.resyncs = len(swarm.named("resync"))
-    times = swarm.commit_times()
-    gaps = sorted(b - a for a, b in pairwise(times))
-    if gaps:
-        for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0)):
-            result.commit_seconds[name] = round(gaps[min(int(share * len(gaps)), len(gaps) - 1)], 3)
+    swarm.violations += accounts.check_progress(seconds)
+    conclude(result, accounts, seconds, used, pending)
     result.violations = swarm.violations
     result.trace = swarm.network.trace.hexdigest()
     result.cpu_seconds = round(time.process_time() - began, 2)
     return result
 
 
-def state(swarm: Swarm, name: str) -> str:
-    """What a peer is doing: down, averaging, idle or training."""
-    host = swarm.hosts[name]
-    if host.dead or host.frozen:
-        return "down"
-    island = swarm.life(name).island
-    if island is None or (not island.frozen and island.progress().leased == 0):
-        return "idle"
-    if island.frozen:
-        return "averaging" if swarm.life(name).peer.state == "averaging" else "idle"
-    return "training"
-
-
-def committed_units(swarm: Swarm) -> int:
-    """Sample units averaged along the chain of the best head."""
-    heads = [lives[-1].peer.head for lives in swarm.lives.values()]
-    best = max(heads, key=lambda head: (head.weight, head.height))
-    names = {str(host.peer_id): name for name, host in swarm.hosts.items()}
-    total = 0.0
-    for commit in swarm.chain(best.id):
-        body = commit.body
-        for member, share in zip(body.seal.members, contributed(body.seal, body.chunks, swarm.layout), strict=True):
-            brought = swarm.contributions.get((names[member.peer], hash_of(body.seal).hex()))
-            if brought is not None:
-                total += share * len(brought.units)
-    return round(total)
+def conclude(result: Result, accounts: Accounts, seconds: float, used: int, pending: int) -> None:
+    """Fill in the figures."""
+    swarm, states = accounts.swarm, accounts.states
+    looks = max(states.total(), 1)
+    units = accounts.committed_units(seconds)
+    for strike in accounts.chaos.log if accounts.chaos is not None else []:
+        result.faults[strike.kind] = result.faults.get(strike.kind, 0) + 1
+    result.lost_units = used - units - pending
+    training = states["training"] / looks
+    share = training / max(used, 1)  # of the time, for each unit trained on
+    result.goodput = round(units * share, 4)
+    forks = accounts.forks()
+    forked = min(
+        result.lost_units,
+        sum(len(piece) for fork in forks for commit in fork for _, units in swarm.brought(commit) for piece in units),
+    )
+    dropped = min(accounts.dropped, result.lost_units - forked)
+    result.loss = {kind: states[kind] / looks for kind in ("down", "joining", "leaseless", "entering", "averaging")}
+    result.loss |= {
+        "forked": forked * share, "dropped": dropped * share,
+        "crashed": (result.lost_units - forked - dropped) * share, "pending": pending * share,
+    }  # fmt: skip
+    result.loss = {kind: round(value, 4) for kind, value in result.loss.items()}
+    result.uptime = round(accounts.trained / max(accounts.samples, 1), 4)
+    result.commits = len(swarm.commits)
+    result.lone = sum(len(commit.body.seal.members) == 1 for commit in swarm.commits.values())
+    result.outer_steps = max((commit.body.outer_step for commit in swarm.commits.values()), default=0)
+    result.rosters = len(accounts.seals)
+    result.void = sum(bool(roster) for _, roster in accounts.voids)
+    result.unsealed = len(accounts.voids) - result.void
+    result.resyncs = accounts.resyncs.total()
+    result.forks = [len(fork) for fork in forks]
+    gaps = accounts.gaps(seconds)
+    times = sorted(gap for _, gap, _ in gaps)
+    if times:
+        for name, part in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0)):
+            result.commit_seconds[name] = round(times[min(int(part * len(times)), len(times) - 1)], 3)
+        result.of_bound = round(max(gap / allowed for _, gap, allowed in gaps), 3)
+    result.lost_leases, complaints = accounts.lost_leases()
+    swarm.violations += complaints
 
 
 def describe(result: Result) -> str:
     waits = ", ".join(f"{name} {value:g} s" for name, value in result.commit_seconds.items())
+    loss = ", ".join(f"{kind} {value:.1%}" for kind, value in result.loss.items())
     return (
-        f"seed {result.seed}: goodput {result.goodput:.1%}, uptime {result.uptime:.1%} "
-        f"(down {result.down:.1%}, idle {result.idle:.1%}, averaging {result.averaging:.1%}, lost {result.lost:.1%}); "
-        f"{result.faults} faults, {result.outer_steps} outer steps, {result.commits} commits of {result.rosters} "
-        f"rosters, {result.void} void, {result.resyncs} re-synchronised; between commits {waits}; "
-        f"{result.cpu_seconds:g} s of CPU"
+        f"seed {result.seed}, {result.peers} peers: goodput {result.goodput:.1%} ({loss}), uptime {result.uptime:.1%}; "
+        f"{sum(result.faults.values())} faults, {result.outer_steps} outer steps, {result.commits} commits "
+        f"({result.lone} lone) of {result.rosters} rosters, {result.void} void, {result.unsealed} without a seal; "
+        f"{len(result.forks)} forks of {sum(result.forks)} commits, {result.resyncs} re-synchronised; "
+        f"{result.lost_units} units and {result.lost_leases} leased ones lost; "
+        f"between commits {waits}, {result.of_bound:.0%} of the bound; {result.cpu_seconds:g} s of CPU"
     )
+
+
+def span(text: str) -> tuple[int, int]:
+    """``A..B`` or ``A``, as numbers."""
+    first, _, last = text.partition("..")
+    low, high = int(first), int(last or first)
+    if low > high:
+        raise ValueError(text)
+    return low, high
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.churn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--peers", type=int, default=8)
-    parser.add_argument("--hours", type=float, default=0.1, help="virtual hours")
+    parser.add_argument("--peers", type=span, default=(8, 8), metavar="N|A..B", help="by seed in turn, when a range")
+    parser.add_argument("--hours", type=float, default=0.5, help="virtual hours")
+    parser.add_argument("--rounds", type=int, help="instead of hours: so many times the inner steps of a round")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=1, help="how many seeds, from --seed on")
+    parser.add_argument("--seeds", type=span, metavar="A..B", help="many seeds, instead of --seed")
     parser.add_argument(
         "--faults", type=lambda text: [kind for kind in text.split(",") if kind], default=list(KINDS),
         help=f"comma-separated kinds, empty for none: {','.join(KINDS)}",
     )  # fmt: skip
-    parser.add_argument("--every", type=float, help="mean seconds between two faults [default: 600]")
-    parser.add_argument("--back", type=float, default=60.0, help="mean seconds until a fault is undone")
+    parser.add_argument(
+        "--every", type=float, help="mean seconds between two faults [default: one in 20 rounds for each peer]"
+    )
+    parser.add_argument("--back", type=float, help="mean seconds until a fault is undone [default: two rounds]")
     parser.add_argument("--inner-steps", type=int, default=20)
     parser.add_argument("--step-time", type=float, default=1.0, help="virtual seconds of an inner step")
     parser.add_argument("--quorum", type=int, default=2)
-    parser.add_argument("--max-group", type=int, default=16)
+    parser.add_argument("--max-group", type=int, default=64)
     parser.add_argument("--silence", type=float, default=5.0, help="T, seconds")
-    parser.add_argument("--latency", type=float, default=0.03)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
+    parser.add_argument("--latency", type=float, default=0.03, help="seconds one way")
+    parser.add_argument(
+        "--bandwidth", type=float, default=float("inf"), help="bytes per second, up and down, of each peer"
+    )
+    parser.add_argument(
+        "--vary", action="store_true", help="draw quorum, T, latency, speeds, NAT and the faults' pace from the seed"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE",
+        help="write the results here, a line a seed; with --seeds, those that are there already are not run again",
+    )  # fmt: skip
     args = parser.parse_args(arguments)
     unknown = [kind for kind in args.faults if kind not in KINDS]
     if unknown:
@@ -200,35 +276,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the seeds; returns the exit code."""
     args = parse(arguments)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    results: list[Result] = []
-    for seed in range(args.seed, args.seed + args.seeds):
-        result = simulate(args, seed)
-        results.append(result)
-        print(describe(result), flush=True)
-        if result.violations:
-            for violation in result.violations[:10]:
-                print(f"  VIOLATED: {violation}")
-            print(f"  replay: python -m tests.churn {replay(given, seed)}")
-    bad = [result.seed for result in results if result.violations]
-    if len(results) > 1:
-        mean = sum(result.goodput for result in results) / len(results)
-        print(f"{len(results)} seeds, mean goodput {mean:.1%}, {len(bad)} with violations")
+    first, last = args.seeds or (args.seed, args.seed)
+    rows: list[dict[str, Any]] = []
     if args.json is not None:
-        rows: list[dict[str, Any]] = [asdict(result) for result in results]
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        if args.seeds and args.json.exists():
+            wanted = {replay(given, seed) for seed in range(first, last + 1)}
+            lines = (json.loads(line) for line in args.json.read_text().splitlines())
+            rows = [row for row in lines if row["replay"] in wanted]
+            print(f"{len(rows)} of {last - first + 1} seeds are in {args.json} already", flush=True)
+        else:
+            args.json.write_text("")
+    done = {row["seed"] for row in rows}
+    for seed in range(first, last + 1):
+        if seed in done:
+            continue
+        result = simulate(args, seed)
+        result.replay = replay(given, seed)
+        rows.append(asdict(result))
+        print(describe(result), flush=True)
+        for violation in result.violations[:10]:
+            print(f"  VIOLATED: {violation}")
+        if result.violations:
+            print(f"  replay: {result.replay}", flush=True)
+        if args.json is not None:
+            with args.json.open("a") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+    bad = [row["seed"] for row in rows if row["violations"]]
+    if len(rows) > 1:
+        mean = sum(row["goodput"] for row in rows) / len(rows)
+        cpu = sum(row["cpu_seconds"] for row in rows) / len(rows)
+        print(f"{len(rows)} seeds, mean goodput {mean:.1%}, {cpu:.2f} s of CPU each, {len(bad)} with violations {bad}")
     return 1 if bad else 0
 
 
 def replay(given: list[str], seed: int) -> str:
-    """The arguments again, for one seed."""
-    kept, skip = [], False
+    """The command that runs one seed again."""
+    own, kept, skip = ("--seed", "--seeds", "--json"), [], False
     for word in given:
-        if skip or word in ("--seed", "--seeds", "--json"):
-            skip = not skip and word in ("--seed", "--seeds", "--json")
-            continue
-        if not word.startswith(("--seed=", "--seeds=", "--json=")):
+        if skip or word in own:
+            skip = not skip
+        elif not word.startswith(tuple(f"{name}=" for name in own)):
             kept.append(word)
-    return " ".join([*kept, "--seed", str(seed)])
+    return " ".join(["python -m tests.churn", *kept, "--seed", str(seed)])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from atoll.protocol.disk import MemoryDisk
 from atoll.protocol.identity import FastSigner, Signer
 from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.manifest import Manifest
-from atoll.protocol.messages import NO_DIGEST, Commit, hash_of
+from atoll.protocol.messages import GENESIS, NO_DIGEST, Commit, Head, better, hash_of
 from atoll.protocol.peer import Peer
 from atoll.protocol.simloop import DEAD
 from atoll.protocol.simulation import SimHost, SimNetwork, SimTransport
@@ -22,19 +23,20 @@ from atoll.protocol.store import Store
 from atoll.protocol.transport import Transport
 
 from .island import SimulatedIsland
+from .ledger import Ledger
 
 PARAMETERS, CHUNK = 1000, 128
 CODEC_ERRORS = {"float32": 0.0, "float16": 0.002, "int8": 0.02, "int4": 0.35, "sparse": 1.5}
 """How far a mean may be off, as a share of its largest element: twice through the codec, and what sparse leaves out."""
+VOTE = b"atoll vote 1\0"
 
 
-def start_params() -> np.ndarray:
-    return np.linspace(-1, 1, PARAMETERS, dtype=np.float32)
+def start_params(parameters: int = PARAMETERS) -> np.ndarray:
+    return np.linspace(-1, 1, parameters, dtype=np.float32)
 
 
-def manifest(**changes: Any) -> Manifest:
+def manifest(*, parameters: int = PARAMETERS, **changes: Any) -> Manifest:
     """A small run: H = 20 steps of 4 units, T = 2 s, a checkpoint every 5 commits."""
-    layout = ChunkLayout(PARAMETERS, CHUNK)
     sections: dict[str, dict[str, Any]] = {
         "round": {
             "inner_steps": 20, "quorum": 2, "max_group": 16, "silence": 2.0, "grace": 0.25, "weight_cap": 10_000,
@@ -47,8 +49,9 @@ def manifest(**changes: Any) -> Manifest:
     }  # fmt: skip
     for section, values in changes.items():
         sections.setdefault(section, {}).update(values)
-    digest = GlobalState.fresh(layout, start_params()).digest().hex()
-    return Manifest.make("simulated", parameters=PARAMETERS, theta0=digest, **sections)
+    layout = ChunkLayout(parameters, sections["state"]["chunk"])
+    digest = GlobalState.fresh(layout, start_params(parameters)).digest().hex()
+    return Manifest.make("simulated", parameters=parameters, theta0=digest, **sections)
 
 
 @dataclass
@@ -56,7 +59,11 @@ class Contribution:
     """What a peer brought into a roster, taken down when it was sealed."""
 
     x: np.ndarray
-    units: tuple[int, ...]
+    units: tuple[range, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.units))
 
 
 @dataclass
@@ -65,35 +72,71 @@ class Life:
 
     peer: Peer
     island: SimulatedIsland | None
+    host: SimHost
     error: BaseException | None = None
     done: bool = False
+    ended: float | None = None
+    """When it was killed."""
+
+    @property
+    def running(self) -> bool:
+        """Whether its process is there, and not frozen."""
+        return self.ended is None and not self.done and self.error is None and self.host.running
+
+
+class WatchedSigner(FastSigner):
+    """Tells what a peer signs for."""
+
+    def __init__(self, transport: Transport, told: Callable[[bytes], None]) -> None:
+        super().__init__(transport.peer_id)
+        self._told = told
+
+    def sign(self, message: bytes) -> bytes:
+        if message.startswith(VOTE):
+            self._told(message[len(VOTE) :])
+        return super().sign(message)
 
 
 @dataclass
 class Swarm:
-    """Peers on one network. ``violations`` collects every broken invariant as a sentence."""
+    """Peers on one network. ``violations`` collects every broken invariant as a sentence.
+
+    log: whether ``events`` keeps everything that peers report.
+    """
 
     manifest: Manifest
     seed: int = 0
     latency: float = 0.02
     steps: Mapping[str, float] = field(default_factory=dict)
     """Seconds per inner step by peer name; 0.1 for the others."""
+    jitter: float = 0.0
+    bandwidth: float = float("inf")
+    """Bytes per second of each peer, up and down."""
+    log: bool = True
 
     def __post_init__(self) -> None:
         self.network = self.make_network()
-        self.layout = ChunkLayout(PARAMETERS, CHUNK)
+        self.layout = ChunkLayout(self.manifest.state.parameters, self.manifest.state.chunk)
         self.disks: dict[str, MemoryDisk] = {}
         self.lives: dict[str, list[Life]] = {}
         self.hosts: dict[str, SimHost] = {}
         self.events: list[tuple[float, str, str, dict[str, Any]]] = []
         self.violations: list[str] = []
         self.commits: dict[bytes, Commit] = {}
+        self.committed_at: dict[bytes, float] = {}
+        """When each commit was first applied by anyone."""
+        self.commit_rosters: dict[bytes, bytes] = {}
+        self.best = GENESIS
+        """The best head that any peer has applied."""
         self.digests: dict[str, set[str]] = {}
         self.rosters: dict[str, set[bytes]] = {}
         self.contributions: dict[tuple[str, str], Contribution] = {}
+        self.signed: dict[tuple[str, bytes], bytes] = {}
+        """By peer and roster: the commit that it signed."""
         self.ignored: set[str] = set()
         """Peers whose own view proves nothing, since they are made to lie."""
         self.hooks: list[Callable[[str, str, dict[str, Any]], None]] = []
+        self._names: dict[str, str] = {}
 
     # --- peers
 
@@ -122,14 +165,19 @@ class Swarm:
         self.hosts[name].run(program)
 
     def make_network(self) -> SimNetwork:
-        return SimNetwork(seed=self.seed, latency=self.latency)
+        return SimNetwork(
+            seed=self.seed, latency=self.latency, jitter=self.jitter, upload=self.bandwidth, download=self.bandwidth
+        )
 
     def signer(self, transport: Transport) -> Signer:
         """Cheap signatures: on this network nobody forges."""
-        return FastSigner(transport.peer_id)
+        name = self.name_of(transport.peer_id)
+        return WatchedSigner(transport, lambda commit: self._signs(name, commit))
 
     def _life(self, name: str, transport: Transport, trains: bool) -> Life:
-        island = SimulatedIsland(PARAMETERS, step_time=self.steps.get(name, 0.1)) if trains else None
+        island = None
+        if trains:
+            island = SimulatedIsland(self.layout.parameters, step_time=self.steps.get(name, 0.1))
         store = Store(
             self.disks[name],
             self.manifest.run_id,
@@ -141,27 +189,63 @@ class Swarm:
             self._event(name, event, fields)
 
         peer = Peer(
-            transport=transport, signer=self.signer(transport), manifest=self.manifest, store=store,
-            theta0=start_params, events=events, island=island, name=name, linger=20.0 if trains else float("inf"),
+            transport=transport, signer=self.signer(transport),
+            manifest=self.manifest, store=store, theta0=lambda: start_params(self.layout.parameters), events=events,
+            island=island, name=name, linger=20.0 if trains else float("inf"),
         )  # fmt: skip
-        life = Life(peer, island)
+        life = Life(peer, island, self.hosts[name])
         self.lives[name].append(life)
         return life
 
     def crash(self, name: str, *, power_cut: bool = False) -> None:
-        self.hosts[name].crash(power_cut=power_cut)
+        host = self.hosts[name]
+        if not host.dead:
+            host.crash(power_cut=power_cut)
+            if self.lives[name]:
+                self.lives[name][-1].ended = self.network.loop.time()
 
     def restart(self, name: str) -> None:
+        self.crash(name)
         self.hosts[name].restart()
         self.start(name)
 
     def life(self, name: str) -> Life:
         return self.lives[name][-1]
 
+    async def shut_down(self, seconds: float) -> list[str]:
+        """Ask every living peer to leave; what of each is still running after so long, as sentences."""
+        running = {name: lives[-1] for name, lives in self.lives.items() if lives and lives[-1].running}
+        for life in running.values():
+            life.peer.stop()
+        ends = self.network.loop.time() + seconds
+        while not all(life.done for life in running.values()) and self.network.loop.time() < ends:
+            await asyncio.sleep(0.5)
+        left = [f"{name} had not left {seconds:g} s after it was told to" for name, x in running.items() if not x.done]
+        for life in running.values():
+            await life.peer.transport.close()
+        await asyncio.sleep(2 * self.manifest.round.silence)
+        for name, life in running.items():
+            tasks = self.network.loop.tasks_of(self.hosts[name].transport.process)
+            if life.done and tasks:
+                left.append(f"{name} left {len(tasks)} tasks running: {', '.join(t.get_name() for t in tasks[:4])}")
+        return left
+
     # --- checks
 
+    def _signs(self, name: str, commit_id: bytes) -> None:
+        if name in self.ignored:
+            return
+        current = self.life(name).peer._round
+        if current is None:
+            self.violations.append(f"{name} signed outside of a round")
+            return
+        first = self.signed.setdefault((name, current.roster_id), commit_id)
+        if first != commit_id:
+            self.violations.append(f"round {current.seal.round}: {name} signed two bodies for one roster")
+
     def _event(self, name: str, event: str, fields: dict[str, Any]) -> None:
-        self.events.append((self.network.loop.time(), name, event, fields))
+        if self.log:
+            self.events.append((self.network.loop.time(), name, event, fields))
         if event == "seal":
             self._sealed(name, fields)
         elif event == "digest" and name not in self.ignored:
@@ -182,7 +266,7 @@ class Swarm:
         x = replica.params - life.island.local
         if replica.residual is not None:
             x = x + replica.residual
-        self.contributions[(name, fields["roster"])] = Contribution(x.copy(), tuple(life.island.pending))
+        self.contributions[(name, fields["roster"])] = Contribution(x, tuple(life.island.pending))
 
     def _committed(self, name: str, fields: dict[str, Any]) -> None:
         commit_id = bytes.fromhex(fields["id"])
@@ -191,8 +275,13 @@ class Swarm:
         stored = self.life(name).peer.store.commit(commit_id)
         assert stored is not None
         self.commits[commit_id] = stored
+        self.committed_at[commit_id] = self.network.loop.time()
         body = stored.body
         roster = hash_of(body.seal)
+        self.commit_rosters[commit_id] = roster
+        head = Head(commit_id, body.height, body.weight, body.round, body.outer_step)
+        if better(head, self.best):
+            self.best = head
         known = self.rosters.setdefault(roster.hex(), set())
         known.add(commit_id)
         if len(known) > 1:
@@ -201,36 +290,48 @@ class Swarm:
             self._check_mean(name, stored, roster)
 
     def _check_mean(self, name: str, commit: Commit, roster: bytes) -> None:
-        """The averages that were applied are the weighted means of what exactly the contributors brought."""
+        """The averages that were applied are the weighted means of what exactly the contributors brought, and their
+        weights are what those had trained on."""
         body = commit.body
         peer = self.life(name).peer
         chunks = peer.store.chunks(hash_of(body))
         means = peer.replica.means(body, chunks)
-        names = {str(host.peer_id): host_name for host_name, host in self.hosts.items()}
+        brought = [self.contributions.get((self.name_of(m.peer), roster.hex())) for m in body.seal.members]
+        for member, what in zip(body.seal.members, brought, strict=True):
+            if what is not None and not body.seal.leases and self.name_of(member.peer) not in self.ignored:
+                tokens = min(10 * what.count, self.manifest.round.weight_cap)
+                if member.weight not in (0, tokens):
+                    self.violations.append(f"round {body.round}: weight {member.weight} for {tokens} tokens")
         for index, (entry, mean) in enumerate(zip(body.chunks, means, strict=True)):
             inside = members_in(entry.contributors, len(body.seal.members))
             if not inside:
                 continue
             span = self.layout.span(index)
-            total, weight = np.zeros(self.layout.size(index), np.float64), 0
+            total, weight, largest = np.zeros(self.layout.size(index), np.float64), 0, 0.0
             for i in inside:
-                member = body.seal.members[i]
-                brought = self.contributions.get((names[member.peer], roster.hex()))
-                if brought is None:
+                member, what = body.seal.members[i], brought[i]
+                if what is None:
                     self.violations.append(f"round {body.round}: {member.peer} contributed to a roster it never saw")
                     return
-                total += member.weight * brought.x[span].astype(np.float64)
+                total += member.weight * what.x[span].astype(np.float64)
                 weight += member.weight
+                largest += member.weight * float(np.abs(what.x[span]).max())
             assert mean is not None
             expected = total / weight
             # Twice through the codec: once each contribution, once the mean.
-            share = CODEC_ERRORS[self.manifest.codec.name]
-            allowed = share * float(np.abs(expected).max() + 1e-9)
+            share = CODEC_ERRORS[self.manifest.codec.name] / 2
+            allowed = share * (float(np.abs(expected).max()) + largest / weight)
             error = float(np.abs(mean - expected).max())
             if error > allowed + 1e-5:
                 self.violations.append(
                     f"round {body.round} chunk {index}: mean off by {error:.2e}, allowed {allowed:.2e}"
                 )
+
+    def name_of(self, peer: str) -> str:
+        """The host's name of a peer id."""
+        if peer not in self._names:
+            self._names = {str(host.peer_id): name for name, host in self.hosts.items()}
+        return self._names[peer]
 
     def chain(self, head: bytes) -> list[Commit]:
         """The commits up to a head, oldest first, as far as any peer has logged them."""
@@ -240,31 +341,40 @@ class Swarm:
             head = self.commits[head].body.parent
         return chain[::-1]
 
+    def best_head(self) -> Head:
+        """The best head that a peer has now."""
+        heads = [lives[-1].peer.head for lives in self.lives.values() if lives and lives[-1].peer.replica is not None]
+        best = GENESIS
+        for head in heads:
+            best = head if better(head, best) else best
+        return best
+
     def check_samples(self) -> None:
         """No sample twice along the chain that ends in the best head; leases do not overlap either."""
-        best = max((life[-1].peer.head for life in self.lives.values() if life[-1].peer.replica is not None),
-                   key=lambda h: (h.weight, h.height))  # fmt: skip
-        leased: set[int] = set()
-        used: dict[int, int] = {}
-        names = {str(host.peer_id): host_name for host_name, host in self.hosts.items()}
-        for commit in self.chain(best.id):
+        leased, used = Ledger(), Ledger()
+        for commit in self.chain(self.best_head().id):
             body = commit.body
             for lease in body.leases:
-                units = range(lease.span.start, lease.span.start + lease.span.count)
-                if leased.intersection(units):
+                if leased.add(range(lease.span.start, lease.span.start + lease.span.count), body.round) is not None:
                     self.violations.append(f"round {body.round}: a sample unit was leased twice")
-                leased.update(units)
-            shares = contributed(body.seal, body.chunks, self.layout)
-            for member, share in zip(body.seal.members, shares, strict=True):
-                brought = self.contributions.get((names[member.peer], hash_of(body.seal).hex()))
-                if share < 1 or brought is None:
-                    continue
-                for unit in brought.units:
-                    if unit in used:
+            for name, units in self.brought(commit):
+                for span in units:
+                    before = used.add(span, body.round)
+                    if before is not None:
                         self.violations.append(
-                            f"unit {unit} was averaged in round {used[unit]} and in round {body.round}"
+                            f"units of {span} were averaged in round {before} and, by {name}, in round {body.round}"
                         )
-                    used[unit] = body.round
+
+    def brought(self, commit: Commit) -> list[tuple[str, tuple[range, ...]]]:
+        """Whose contributions stand whole in a commit, and the units in them."""
+        body = commit.body
+        roster = self.commit_rosters[hash_of(body)].hex()
+        found = []
+        for member, share in zip(body.seal.members, contributed(body.seal, body.chunks, self.layout), strict=True):
+            what = self.contributions.get((self.name_of(member.peer), roster))
+            if share == 1 and what is not None:
+                found.append((self.name_of(member.peer), what.units))
+        return found
 
     def heads(self) -> dict[str, str]:
         """Head ids of the peers that are up."""
@@ -280,7 +390,4 @@ class Swarm:
 
     def commit_times(self) -> list[float]:
         """When each commit was first applied by anyone."""
-        first: dict[str, float] = {}
-        for at, _, fields in self.named("commit"):
-            first.setdefault(fields["id"], at)
-        return sorted(first.values())
+        return sorted(self.committed_at.values())

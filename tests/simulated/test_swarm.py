@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from .faults import Chaos
+from .island import noise
 from .swarm import Swarm, manifest, start_params
 
 SILENCE = 2.0
@@ -108,10 +109,9 @@ def test_one_peer_with_a_plain_outer_step_equals_local_training() -> None:
     island = swarm.life("p0").island
     assert island is not None
     expected = start_params().astype(np.float64)
-    for step in range(len(island.used) // island.batch):
-        unit = island.used[step * island.batch]
-        noise = np.random.default_rng(unit).standard_normal(len(expected), np.float32)
-        expected += 0.01 * (island.target - expected) + 0.002 * noise
+    used = [unit for span in island.used for unit in span]
+    for unit in used[:: island.batch][: len(used) // island.batch]:
+        expected += 0.01 * (island.target - expected) + noise(unit, len(expected))
     # What was trained after the last commit is not in the global parameters, but is in the local ones.
     assert np.abs(island.local - expected).max() < 1e-5
 
@@ -315,3 +315,24 @@ def test_who_stands_first_and_does_not_call_is_passed_over() -> None:
     assert swarm.violations == []
     # 3T + grace at most after the quorum was ready, in the rounds where it stands first.
     assert slowest_commit(swarm) <= 2.0 + 3 * SILENCE + 0.5 + 2 * SILENCE
+
+
+def test_a_peer_that_has_left_leaves_no_task_behind() -> None:
+    """Others go on reporting to it until its transport closes: that must not open streams to answer them."""
+    swarm = build(4, seed=5, budget={"rounds": 50})
+
+    async def main() -> list[str]:
+        while len(swarm.commits) < 4:
+            await asyncio.sleep(0.1)
+        life = swarm.life("p1")
+        life.peer.stop()
+        while not life.done:
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(3 * SILENCE)  # the others still see it as a peer
+        await life.peer.transport.close()
+        await asyncio.sleep(2 * SILENCE)
+        process = swarm.hosts["p1"].transport.process
+        return [task.get_name() for task in swarm.network.loop.tasks_of(process)]
+
+    assert swarm.network.run(main()) == []
+    assert swarm.violations == []
