@@ -68,7 +68,7 @@ def describe(event: dict[str, Any]) -> str | None:
     if kind == "evaluation":
         return f"round {event.get('round')}: held-out loss {_number(event, 'val_loss', '.4f')}"
     if kind == "refused":
-        return f"refused {short(event.get('from'))}: {event.get('reason')}"
+        return f"refused {short(event.get('from'))} ({event.get('fault', 'hostile')}): {event.get('reason')}"
     if kind == "warning":
         return f"warning: {event.get('message')}"
     if kind == "exit":

@@ -13,7 +13,7 @@ Every line has ``t``, ``event`` and ``peer`` (see :mod:`atoll.protocol.eventlog`
                 (along the chain), seconds (from the seal on), bytes_sent (by this peer, in this round), lone
 ``digest``      round, outer_step, commit, digest: the state digest after that commit, hex
 ``evaluation``  round, outer_step, tokens, bytes, val_loss (nats per token); an observer's
-``refused``     from, reason: a peer that was not listened to
+``refused``     from, reason, fault (hostile, slow, gone): a peer that was not listened to
 ``warning``     message
 ``exit``        code, reason
 

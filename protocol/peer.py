@@ -56,6 +56,7 @@ from .errors import (
     Fault,
     NonFinite,
     PeerMisbehaved,
+    PeerSlow,
     ResourceError,
     RoundVoid,
     StateError,
@@ -71,8 +72,9 @@ from .messenger import Messenger, message_limit
 from .records import Record, State
 from .reduce import HELLO_LIMIT, Hello
 from .reduce import PROTOCOL as REDUCE
+from .refusals import Events, Refusals
 from .replica import Replica
-from .round import Events, Round, Surroundings
+from .round import Round, Surroundings
 from .state import GlobalState
 from .store import Store
 from .transfer import Donor
@@ -85,6 +87,8 @@ LINGER = 30.0
 """Seconds for which a peer at the end of the run waits for others to have its head."""
 MAX_DONORS = 8
 """Peers asked at once for what this one lacks."""
+MAX_BAN = 6
+"""Two to this power: commits for which a reducer that failed again and again gets no part."""
 EARLY_LIMIT = 256
 """Messages kept for rosters that this peer has not been told of yet."""
 
@@ -156,7 +160,7 @@ class Peer:
         self._theta0 = theta0
         self._linger = linger
         self._on_head = on_head
-        self._events = events
+        self._events: Events = Refusals(events, transport.now)
         self._silence = manifest.round.silence
         self._nonce = transport.random.randbytes(16)
         self._stopping = False
@@ -230,6 +234,8 @@ class Peer:
         """Calls entered on this base: none is entered twice, or one roster could be signed twice."""
         self._unfit: dict[PeerId, None] = {}
         """Who failed to reduce its part in a roster of this base."""
+        self._strikes: dict[PeerId, tuple[int, int]] = {}
+        """Who failed at it before this peer's own eyes: how often, and the height until which it gets no part."""
         self._frozen = True
         """Whether the island has been frozen and not resumed since; it begins so."""
         self._rests_until = float("-inf")
@@ -494,7 +500,10 @@ class Peer:
 
     def _forget(self, peer: PeerId) -> None:
         """A peer has been gone for long: nothing is kept of it."""
-        for table in (self._heads, self._ahead, self._reports, self._ranks, self._doubts, self._patience):
+        tables = (
+            self._heads, self._ahead, self._reports, self._ranks, self._doubts, self._patience, self._strikes,
+        )  # fmt: skip
+        for table in tables:
             table.pop(peer, None)
         self.messenger.forget(peer)
 
@@ -860,8 +869,8 @@ class Peer:
                 self._refuse(peer, f"a reduce stream without a hello in {2 * self._silence:.1f} s", Fault.SLOW)
                 return
             roster_id = hash_of(hello.seal)
+            self._check_hello(peer, hello, roster_id)
             if self._round is None or self._round.roster_id != roster_id:
-                self._check_hello(peer, hello, roster_id)
                 self._offer_seal(peer, Sealed(hello.seal, hello.signature))
             try:
                 async with asyncio.timeout(self._silence):
@@ -870,8 +879,8 @@ class Peer:
             except TimeoutError:
                 return  # one that ended here, or never began
             await self._round.serve(stream, hello)
-        except PeerMisbehaved as error:
-            self._refuse(peer, str(error))
+        except (PeerMisbehaved, PeerSlow) as error:
+            self._refuse(peer, str(error), error.fault)
 
     def _check_hello(self, peer: PeerId, hello: Hello, roster_id: bytes) -> None:
         """Raise :class:`PeerMisbehaved` unless this is a roster that both are in and its coordinator signed."""
@@ -879,6 +888,8 @@ class Peer:
         members = {member.peer for member in seal.members}
         if peer not in members or self.transport.peer_id not in members:
             raise PeerMisbehaved("a reduce stream for a roster that not both are in")
+        if self._round is not None and self._round.roster_id == roster_id:
+            return
         if not self.signer.verify(PeerId(seal.coordinator), seal_bytes(roster_id), hello.signature):
             raise PeerMisbehaved("a reduce stream for a roster that its coordinator did not sign")
         check_seal(seal, self.manifest, self.layout)
@@ -998,7 +1009,8 @@ class Peer:
                 return
             seal = make_seal(
                 calling, own[0], coordinator=self.transport.peer_id, manifest=self.manifest, layout=self.layout,
-                unfit=self._unfit, leases=call.leases,
+                unfit=[*self._unfit, *(peer for peer, (_, until) in self._strikes.items() if self.head.height < until)],
+                leases=call.leases,
             )  # fmt: skip
             sealed = Sealed(seal, self.signer.sign(seal_bytes(hash_of(seal))))
             inside = [PeerId(member.peer) for member in seal.members]
@@ -1126,6 +1138,9 @@ class Peer:
             )  # fmt: skip
         finally:
             self._round = None
+            for peer in current.faulty:
+                count = self._strikes.get(peer, (0, 0))[0] + 1
+                self._strikes[peer] = (count, self.head.height + 2 ** min(count + 1, MAX_BAN))
             if current.upload:
                 # Slow changes count for little, or one crowded round would stretch all deadlines.
                 keep = 0.7 if self._upload else 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from .messages import Body, ChunkEntry, Commit, Part, Seal, Vote, hash_of, vote_
 from .messenger import Messenger
 from .reduce import PROTOCOL as REDUCE
 from .reduce import Hello, Progress, Reducer, exchange
+from .refusals import Events
 from .replica import Replica
 from .transport import PeerId, Stream, Transport
 from .wakeup import Wakeup
@@ -36,12 +37,6 @@ HERALDS = 3
 """Members that send the commit to everyone: those who lead first."""
 CHUNK_RETRY = 0.2
 """Share of T between two attempts to reach a reducer or a donor."""
-
-
-class Events(Protocol):
-    """Where the protocol reports what happens: ``events(name, **fields)``."""
-
-    def __call__(self, event: str, /, **fields: Any) -> None: ...
 
 
 @dataclass
@@ -110,6 +105,8 @@ class Round:
         self.chunks: list[bytes | None] = [None] * sum(part.count for part in seal.parts)
         """Hash of the version of each chunk that this peer would propose."""
         self._generation = 0
+        self._given: list[Reassign] = []
+        """What this peer gave to others as the leader, repeated since a message may be lost."""
         self._serving: dict[tuple[int, int], Reducer] = {}
         self._work: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._reducer_of: dict[tuple[int, int], int] = {}
@@ -121,6 +118,8 @@ class Round:
         """Reducers that broke the protocol towards this peer."""
         self.failed_reducers: dict[PeerId, None] = {}
         """Members whose parts had to be given to others, or that told two stories."""
+        self.faulty: dict[PeerId, None] = {}
+        """Reducers that failed as far as this peer saw itself, whatever others say of them."""
         self._gone: set[int] = set()
         self._streams: dict[int, Stream] = {}
         self._sent = self._received = 0
@@ -285,6 +284,7 @@ class Round:
                 return
             except (PeerMisbehaved, PeerSlow) as error:
                 self._distrusted.add(part.reducer)
+                self.faulty[reducer] = None
                 self._refused(part.reducer, str(error), error.fault)
                 self._changed.pulse()
                 return
@@ -307,7 +307,8 @@ class Round:
             await self._changed.wait(self.silence / 4)
         reducer = self._serving.get(key)
         if reducer is None:
-            raise PeerMisbehaved(f"part {hello.first}+{hello.count} is not this peer's", stream.peer)
+            # It may follow a leader that this peer does not.
+            raise PeerSlow(f"part {hello.first}+{hello.count} is not this peer's, for all that it was told")
         self._open(stream)
         try:
             await reducer.accept(member, stream, hello, self.roster_id)
@@ -394,7 +395,7 @@ class Round:
 
     async def _lead(self) -> None:
         """Lead while it is this member's turn: replace silent reducers, then propose; end what cannot be won."""
-        proposed_at = float("-inf")
+        proposed_at, repeated_at = float("-inf"), self.around.transport.now()
         while not self.outcome.done():
             if self.around.transport.now() >= self.ends:
                 # Timers may stand still while a machine is suspended; the round's end does not move.
@@ -403,6 +404,10 @@ class Round:
             self._give_up_if_hopeless()
             if self.leader() == self.me:
                 now = self.around.transport.now()
+                if now - repeated_at > self.silence / 2:
+                    repeated_at = now
+                    for message in self._given:
+                        self.around.messenger.post_all(self.peers, message)
                 if None in self.chunks:
                     self._replace_silent()
                 elif now - proposed_at > self.silence / 2:
@@ -438,6 +443,7 @@ class Round:
         for part in parts:
             if part not in working and any(part.first <= i < part.first + part.count for i in orphaned):
                 self.failed_reducers[self.peers[part.reducer]] = None
+                self.faulty[self.peers[part.reducer]] = None
                 if part.reducer not in self._distrusted:  # else it has been named already
                     fault = Fault.SLOW if self._alive(part.reducer) else Fault.GONE
                     self._refused(part.reducer, f"its part {part.first}+{part.count} stands still", fault)
@@ -460,6 +466,7 @@ class Round:
         told = [[self.peers[part.reducer], part.first, part.count] for part in given]
         self.around.events("reassign", round=self.seal.round, parts=told)
         self.around.messenger.post_all(self.peers, message)
+        self._given.append(message)
         self._reassigned(message)
 
     def _works(self, part: Part) -> bool:
@@ -498,7 +505,10 @@ class Round:
                 # Its reducer is silent to the leader; what it still sends would only make a second version.
                 whole = all(i in range(part.first, part.first + part.count) for i in range(old[0], old[0] + old[1]))
                 if old in self._reducer_of and self._reducer_of[old] != self.me:
-                    self.failed_reducers[self.peers[self._reducer_of[old]]] = None
+                    replaced = self.peers[self._reducer_of[old]]
+                    self.failed_reducers[replaced] = None
+                    if self.around.transport.now() - self._progress[old] > self.silence:
+                        self.faulty[replaced] = None
                 if whole:
                     self._work.pop(old).cancel()
                     self._progress.pop(old, None)

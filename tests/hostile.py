@@ -245,6 +245,14 @@ async def stall(wire: Wire) -> None:
         await wire.bytes(bytes(payload[: len(payload) // 2]))
 
 
+async def trickle(wire: Wire) -> None:
+    """A byte now and then, each a sign of life, and no chunk ever whole."""
+    await stall(wire)
+    while isinstance(wire.stream, FrameStream):
+        await asyncio.sleep(wire.round.silence / 5)
+        await wire.bytes(b"\0")
+
+
 async def stall_before_the_hello(wire: Wire) -> None:
     await asyncio.sleep(0)
 
@@ -267,10 +275,10 @@ async def _huge(wire: Wire) -> None:
 
 
 async def two_streams(wire: Wire) -> None:
-    await wire.begin()
     second = await wire.round.around.transport.open(wire.stream.peer, PROTOCOL, timeout=5.0)
+    await wire.begin()
     try:
-        await second.send(encode(wire.hello))
+        await second.send(encode(wire.hello))  # the first has just been heard
         await Wire(wire.round, wire.part, second, wire.hello).chunk(wire.part.first)
         await Wire(wire.round, wire.part, second, wire.hello).until_closed()
     except TransportError:
@@ -368,15 +376,16 @@ MEMBER = [
     Case(constant, counts=ALL),
     Case(half_a_chunk, r"no chunk \d+ in", fault="gone", counts=1),
     Case(stall, r"no chunk \d+ in", fault="slow", counts=1, ends=False),
+    Case(trickle, r"no chunk \d+ in", fault="slow", counts=1, ends=False),
     Case(stall_before_the_hello, r"no chunk \d+ in", fault="gone", ends=False),
     Case(huge_message, "a frame of 536870912 bytes", counts=1),
-    Case(two_streams, "two streams for one part", counts=ALL),
+    Case(two_streams, "two streams for one part", counts=ALL, ends=False),
     Case(pickle_as_hello, "malformed Hello"),
     Case(pickle_as_chunk, "frame of kind 128|a frame of", counts=1),
     Case(pickle_without_a_frame, "a frame of|frame of kind 128", counts=1),
     Case(another_roster, "did not sign|a deadline of"),
     Case(roster_without_it, "that not both are in"),
-    Case(part_of_another, "is not this peer's"),
+    Case(part_of_another, "is not this peer's", fault="slow"),
     Case(bytes_after_the_end, "after the end|a frame of", counts=ALL),
     Case(wrong_kind, "frame of kind 2|a frame of", counts=1),
     Case(wrong_version, "frame of kind 129", counts=1),
@@ -488,6 +497,15 @@ async def pickle_as_average(wire: Wire) -> None:
     await wire.stream.send(bomb(wire))
 
 
+async def welcome_to_another_roster(wire: Wire) -> None:
+    await wire.stream.send(encode(Welcome(bytes(32), wire.part.first)))
+
+
+async def pickle_as_welcome(wire: Wire) -> None:
+    await wire.stream.send(bomb(wire))
+
+
+UNWELCOMING = (welcome_to_another_roster, pickle_as_welcome)
 REDUCER = [
     Case(average_of_nan, "what no encoder writes"),
     Case(average_of_wrong_shape, r"values in int8 takes \d+ bytes, received"),
@@ -504,6 +522,8 @@ REDUCER = [
     Case(averages_with_a_wrong_hash, "an end that does not fit"),
     Case(huge_average, "a frame of 536870912 bytes"),
     Case(pickle_as_average, "frame of kind 128|a frame of"),
+    Case(welcome_to_another_roster, "a welcome to another roster"),
+    Case(pickle_as_welcome, "malformed Welcome|a frame of"),
 ]
 
 
@@ -568,7 +588,8 @@ class HostileRound(Round):
         acting: asyncio.Task[None] | None = None
         try:
             first = part.first + part.count if takes_none else part.first
-            await stream.send(encode(Welcome(self.roster_id, first)))
+            if self.case.act not in UNWELCOMING:
+                await stream.send(encode(Welcome(self.roster_id, first)))
             acting = asyncio.get_running_loop().create_task(self._act(wire))
             await wire.until_closed()
             self.closed.append(wire)

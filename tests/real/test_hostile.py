@@ -19,12 +19,14 @@ from typing import Any
 import pytest
 
 from atoll.protocol.disk import MemoryDisk
-from atoll.protocol.errors import AtollError
+from atoll.protocol.errors import AtollError, StreamClosed
 from atoll.protocol.hivemind_transport import HivemindTransport
 from atoll.protocol.identity import Signer, load_or_create_identity
 from atoll.protocol.messages import Commit, hash_of
+from atoll.protocol.messenger import PROTOCOL as CONTROL
+from atoll.protocol.quota import PLACES
 from atoll.protocol.records import RecordGate
-from atoll.protocol.transport import Transport
+from atoll.protocol.transport import Standing, Transport
 
 from ..hostile import (
     HONEST,
@@ -165,6 +167,34 @@ def test_a_hostile_member(swarm: tuple[asyncio.Runner, RealSwarm], case: Case) -
 @pytest.mark.parametrize("case", REDUCER, ids=lambda case: case.name)
 def test_a_hostile_reducer(swarm: tuple[asyncio.Runner, RealSwarm], case: Case) -> None:
     swarm[0].run(swarm[1].play(case, as_member=False))
+
+
+def test_who_is_unknown_takes_a_few_places_only(swarm: tuple[asyncio.Runner, RealSwarm], tmp_path: Path) -> None:
+    """More streams than it has places for: the rest is closed unread, and the rounds go on."""
+    places = PLACES[Standing.UNKNOWN].each
+
+    async def play(swarm: RealSwarm) -> None:
+        target: Any = swarm.hosts[HONEST[0]]
+        outsider = await HivemindTransport.create(
+            identity_path=tmp_path / "outsider", run_id=swarm.manifest.run_id, seeds=[],
+            validator=RecordGate(swarm.manifest.run_id, load_or_create_identity(tmp_path / "outsider")),
+        )  # fmt: skip
+        try:
+            outsider.learn(target.peer_id, target.addresses())
+            streams = [await outsider.open(target.peer_id, CONTROL, timeout=10) for _ in range(places + 5)]
+            reading = [asyncio.create_task(stream.receive()) for stream in streams]
+            await swarm.until("the rest is closed", lambda: sum(task.done() for task in reading) >= 5)
+            count = len(swarm.commits)
+            await swarm.until("two commits", lambda: len(swarm.commits) > count + 1)
+            assert sum(task.done() for task in reading) == 5
+            for task in reading:
+                task.cancel()
+            ends = await asyncio.gather(*reading, return_exceptions=True)
+            assert sum(isinstance(end, StreamClosed) for end in ends) == 5
+        finally:
+            await outsider.close()
+
+    swarm[0].run(play(swarm[1]))
 
 
 def test_an_own_network_that_goes_down_is_held_against_nobody(swarm: tuple[asyncio.Runner, RealSwarm]) -> None:

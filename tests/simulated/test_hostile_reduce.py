@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from atoll.protocol.messages import Commit, hash_of
+from atoll.protocol.errors import StreamClosed
+from atoll.protocol.messages import Commit, encode, hash_of
+from atoll.protocol.reduce import PROTOCOL, Hello
+from atoll.protocol.simulation import SimTransport
 
 from ..hostile import (
     HONEST,
@@ -109,6 +112,28 @@ def test_a_reducer_that_tells_everyone_another_story(tmp_path: Path, monkeypatch
     assert len(swarm.commits) >= 4
 
 
+def test_a_reducer_that_stands_still_in_every_round_soon_has_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each coordinator has seen it fail, and gives it nothing to reduce for 4, 8, 16 commits."""
+    swarm = Attacked(tmp_path, monkeypatch)
+
+    async def main() -> None:
+        swarm.attack.case, swarm.attack.once = next(case for case in REDUCER if "stall" in case.name), False
+        while len(swarm.commits) < 16 and swarm.network.loop.time() < LIMIT:
+            await asyncio.sleep(0.1)
+
+    swarm.network.run(main())
+    assert swarm.violations == []
+    seals = [commit.body.seal for commit in swarm.commits.values() if commit.body.chunks]
+    assert len(seals) >= 14
+    given = [any(seal.members[p.reducer].peer == swarm.ids[HOSTILE] for p in seal.parts) for seal in seals]
+    led = [seal.coordinator == swarm.ids[HOSTILE] for seal in seals]
+    assert given[0]
+    assert sum(g for g, own in zip(given, led, strict=True) if not own) <= len(HONEST) + 1
+    assert all(any(member.peer == swarm.ids[HOSTILE] for member in seal.members) for seal in seals)
+
+
 def test_a_weight_a_hundred_times_the_honest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the manifest's cap it is not taken into the roster, and said why; the others go on without it."""
     swarm = Attacked(tmp_path, monkeypatch)
@@ -198,3 +223,36 @@ def test_a_void_round_gives_everything_back(codec: str) -> None:
         before, now = (swarm.contributions[(name, r)].units for r in (void[name], roster))
         assert now[: len(before)] == before
         assert member.weight == 10 * len(now)
+
+
+def test_an_outsider_with_the_roster_of_a_round_in_progress() -> None:
+    """It knows the seal, and is not in it: refused at once, by whoever is in that round and whoever is not yet."""
+    swarm = Swarm(manifest(budget={"rounds": 6}, round={"quorum": 3}), seed=1)
+    for name in HONEST:
+        swarm.add(name)
+    outsider = swarm.network.host("outsider")
+
+    async def intrude(transport: SimTransport, hello: Hello) -> None:
+        for name in HONEST:
+            stream = await transport.open(swarm.hosts[name].peer_id, PROTOCOL, timeout=5.0)
+            await stream.send(encode(hello))
+            with pytest.raises(StreamClosed):
+                await stream.receive()
+            await stream.close()
+
+    intruding: list[asyncio.Task[None]] = []
+
+    async def main() -> None:
+        while not all(swarm.life(name).done for name in HONEST) and swarm.network.loop.time() < LIMIT:
+            current = swarm.life("p0").peer._round
+            if current is not None and current.seal.parts and not intruding:
+                part = current.seal.parts[0]
+                hello = Hello(current.seal, current.signature, part.first, part.count, part.first)
+                intruding.append(outsider.run(lambda transport, hello=hello: intrude(transport, hello)))
+            await asyncio.sleep(0.01)
+
+    swarm.network.run(main())
+    assert [task.exception() for task in intruding] == [None]
+    assert swarm.violations == []
+    refused = [(name, fields["peer"], fields["fault"]) for _, name, fields in swarm.named("refused")]
+    assert sorted(refused) == [(name, "sim-outsider", "hostile") for name in HONEST]
