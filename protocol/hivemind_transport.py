@@ -62,6 +62,8 @@ _EXPLORE_AT = (1.0, 5.0, 15.0)
 _EXPLORE_EVERY = 60.0
 _RESTART_DELAYS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 _DIAL_TIMEOUT = 8.0
+_GIVE_WAY = 0.3
+"""Seconds for which one of two peers leaves it to the other to dial; more than a packet takes between any two."""
 _MAX_BOOK = 4096
 _CLOSE_STREAMS = 1.5
 _CLOSE_DAEMON = 1.5
@@ -232,7 +234,7 @@ class HivemindTransport(Transport):
                 daemon = self._daemon_now()
                 addresses = self._book.get(peer)
                 if addresses:
-                    await daemon.connect(peer, addresses, timeout)
+                    await self._dial(daemon, peer, addresses, timeout)
                 return self._stream(await daemon.open(peer, name, timeout), peer)
         except TimeoutError:
             if not self._up.is_set():
@@ -245,6 +247,20 @@ class HivemindTransport(Transport):
             raise NetworkDown(f"the own p2p daemon is gone: {error}") from None
         except (TransportError, ValueError) as error:
             raise PeerUnreachable(f"{peer}: {error}") from None
+
+    async def _dial(self, daemon: Daemon, peer: PeerId, addresses: list[str], timeout: float) -> None:
+        """Have a connection to ``peer``; of two that dial each other, the one with the larger id gives way.
+
+        libp2p dials from the port it listens on, so that two SYNs that cross make one connection of which either side
+        takes itself for the client. Both handshakes fail then, and both daemons try no more for 5 s, to fail again in
+        the same way: members of a roster, who all begin at once, would never meet. Raises PeerUnreachable.
+        """
+        if self.peer_id > peer and not self._client and not all(_is_near(address) for address in addresses):
+            for _ in range(10):
+                if peer in await daemon.peers():
+                    break
+                await asyncio.sleep(_GIVE_WAY / 10)
+        await daemon.connect(peer, addresses, timeout)
 
     async def serve(self, protocol: str, handler: Callable[[Stream], Awaitable[None]]) -> None:
         name = self._protocol(protocol)
@@ -425,7 +441,7 @@ class HivemindTransport(Transport):
 
     def _note_addresses(self, found: list[str]) -> None:
         found = list(dict.fromkeys(self._announce or found))
-        away = [address for address in found if not address.startswith(("/ip4/127.", "/ip6/::1/"))]
+        away = [address for address in found if not _is_near(address)]
         self._addresses = away or found  # nobody elsewhere can use a loopback address
 
     # Finding the run
@@ -467,7 +483,7 @@ class HivemindTransport(Transport):
             problem = await _try_ports(item.addresses)
             if problem is not None:
                 return problem
-            await self._daemon_now().connect(item.peer, item.addresses, _DIAL_TIMEOUT)
+            await self._dial(self._daemon_now(), item.peer, item.addresses, _DIAL_TIMEOUT)
             return await self._dht.ping(item.peer)
         except TransportError as error:
             return str(error)
@@ -486,7 +502,7 @@ class HivemindTransport(Transport):
         """Greet some peers whose addresses are known: the seeds may all be gone."""
         for peer in list(self._book)[-8:]:
             try:
-                await self._daemon_now().connect(peer, self._book[peer], _DIAL_TIMEOUT)
+                await self._dial(self._daemon_now(), peer, self._book[peer], _DIAL_TIMEOUT)
                 await self._dht.ping(peer)
             except (TransportError, KeyError):
                 continue
@@ -572,6 +588,11 @@ class HivemindTransport(Transport):
 def _report(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         task.get_loop().call_exception_handler({"message": f"defect in {task.get_name()}", "exception": error})
+
+
+def _is_near(address: str) -> bool:
+    """Whether packets to an address take no time in which others could cross them."""
+    return address.startswith(("/ip4/127.", "/ip6/::1/"))
 
 
 def _without_peer(address: str) -> str:

@@ -39,6 +39,7 @@ class Kernels:
     largest: Kernel
     outer_nesterov: Kernel
     outer_sgd: Kernel
+    contribution: Kernel
     float32_add: Kernel
     int8_encode: Kernel
     int8_valid: Kernel
@@ -155,6 +156,7 @@ def compile_kernels(*, cache: bool, cache_dir: Path | None = None) -> Kernels:
         "largest": u4(frozen_floats),
         "outer_nesterov": none(floats, floats, frozen_floats, f4, f4),
         "outer_sgd": none(floats, frozen_floats, f4),
+        "contribution": none(frozen_floats, frozen_floats, frozen_floats, f4, floats),
         "float32_add": none(frozen_floats, f4, floats),
         "int8_encode": yes(frozen_floats, octets, u4),
         "int8_valid": yes(frozen_octets, i8, i8),
@@ -236,6 +238,9 @@ def results(kernels: Kernels) -> dict[str, bytes]:
     params = probe(n, 2)
     kernels.outer_sgd(params, values, f4(0.7))
     found["outer_sgd"] = params.tobytes()
+    into = np.empty(n, np.float32)
+    kernels.contribution(frozen(probe(n, 2)), values, frozen(probe(n, 3)), f4(0.95), into)
+    found["contribution"] = into.tobytes()
     into = probe(n, 4)
     kernels.float32_add(values, f4(12345), into)
     found["float32_add"] = into.tobytes()

@@ -61,6 +61,12 @@ def outer_sgd(params: Floats, mean: Floats, lr: Any) -> None:
         params[i] = np.float32(params[i] - np.float32(lr * mean[i]))
 
 
+def contribution(params: Floats, local: Floats, residual: Floats, decay: Any, out: Floats) -> None:
+    """``out = (params - local) + decay * residual``."""
+    for i in range(out.size):
+        out[i] = np.float32(np.float32(params[i] - local[i]) + np.float32(decay * residual[i]))
+
+
 def float32_add(values: Floats, weight: Any, into: Floats) -> None:
     """``into += weight * values``."""
     for i in range(values.size):
@@ -111,10 +117,15 @@ def int8_valid(payload: Bytes, n: int, limit: int) -> bool:
         if np.int32(payload[2 * block]) + np.int32(payload[2 * block + 1]) * np.int32(256) >= limit:
             return False
     levels = payload[2 * blocks :]
-    bad = np.uint8(0)
-    for i in range(n):
-        bad |= np.uint8(levels[i] == np.uint8(128))
-    return bool(bad == 0)
+    # A lane for each place in a block: as one number, the flag would be widened to 64 bits.
+    bad = np.zeros(BLOCK, np.uint8)
+    whole = n // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        for j in range(BLOCK):
+            bad[j] |= np.uint8(levels[start + j] == np.uint8(128))
+    for i in range(whole, n):
+        bad[0] |= np.uint8(levels[i] == np.uint8(128))
+    return bool(bad.max() == 0)
 
 
 def int8_decode(payload: Bytes, out: Floats) -> None:
@@ -489,10 +500,14 @@ def float16_encode(values: Floats, payload: Bytes, limit: Any) -> bool:
 
 def float16_valid(payload: Bytes, n: int) -> bool:
     """Whether no element is an infinity or NaN."""
-    bad = np.uint8(0)
-    for i in range(n):
-        bad |= np.uint8((payload[2 * i + 1] & np.uint8(0x7C)) == np.uint8(0x7C))
-    return bool(bad == 0)
+    bad = np.zeros(BLOCK, np.uint8)  # lanes as in int8_valid
+    whole = n // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        for j in range(BLOCK):
+            bad[j] |= np.uint8((payload[2 * (start + j) + 1] & np.uint8(0x7C)) == np.uint8(0x7C))
+    for i in range(whole, n):
+        bad[0] |= np.uint8((payload[2 * i + 1] & np.uint8(0x7C)) == np.uint8(0x7C))
+    return bool(bad.max() == 0)
 
 
 def float16_decode(payload: Bytes, out: Floats) -> None:

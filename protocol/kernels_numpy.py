@@ -27,6 +27,7 @@ from .kernels_numba import (
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 HALF_MAX = np.float32(65504)
+PIECE = 1 << 16
 # Codes of ``int4`` by twice the quotient, rounded away from zero, from -255 to 255: half-way points between levels are
 # multiples of a half, and a quotient on one of them takes the level nearer to zero.
 _MIDPOINTS = INT4_LEVELS[1:] + INT4_LEVELS[:-1]
@@ -54,6 +55,14 @@ def outer_nesterov(params: Floats, momentum: Floats, mean: Floats, lr: Any, mu: 
 def outer_sgd(params: Floats, mean: Floats, lr: Any) -> None:
     with np.errstate(all="ignore"):
         np.subtract(params, mean * lr, out=params)
+
+
+def contribution(params: Floats, local: Floats, residual: Floats, decay: Any, out: Floats) -> None:
+    with np.errstate(all="ignore"):
+        for start in range(0, out.size, PIECE):  # each stays in a core's cache between the passes over it
+            part = slice(start, start + PIECE)
+            np.subtract(params[part], local[part], out=out[part])
+            out[part] += residual[part] * decay
 
 
 def float32_add(values: Floats, weight: Any, into: Floats) -> None:

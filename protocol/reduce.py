@@ -379,14 +379,29 @@ async def exchange(
 
     async def write() -> None:
         count, running = 0, blake3()
-        for index in range(max(welcome.next, hello.first), progress.end if own is not None else 0):
+
+        def prepare(index: int) -> tuple[bytes, BytesLike]:
             assert own is not None
-            start, payload = _CHUNK.pack(CONTRIBUTION, index), await transport.offload(own, index)
+            start, payload = _CHUNK.pack(CONTRIBUTION, index), own(index)
             running.update(start)
             running.update(payload)
-            count += 1
-            progress.sent = max(progress.sent, index + 1)
-            await stream.send(start, payload)
+            return start, payload
+
+        indices = range(max(welcome.next, hello.first), progress.end if own is not None else 0)
+        # While one chunk is on its way the next is encoded; no more than one, so that memory stays bounded.
+        ahead: asyncio.Task[tuple[bytes, BytesLike]] | None = None
+        try:
+            for index in indices:
+                start, payload = await (ahead or transport.offload(prepare, index))
+                loop = asyncio.get_running_loop()
+                ahead = loop.create_task(transport.offload(prepare, index + 1)) if index + 1 in indices else None
+                progress.sent = max(progress.sent, index + 1)
+                await stream.send(start, payload)
+                count += 1
+        finally:
+            if ahead is not None:
+                ahead.cancel()
+                await asyncio.gather(ahead, return_exceptions=True)
         await stream.send(_CHUNK.pack(END, count) + running.digest())
         progress.written = True
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .averaged import check_all
 from .codecs import MAX_MAGNITUDE, Codec, averages_codec
 from .commits import START, Position, members_in, position_of
+from .kernels import frozen, subnormals_on, table
 from .layout import ChunkLayout
 from .manifest import Manifest
 from .messages import Body
@@ -24,8 +25,6 @@ from .state import GlobalState, spread
 from .transport import Transport
 
 Floats = NDArray[np.float32]
-STRETCH = 1 << 16
-"""Elements that stay in a core's cache between two passes over them."""
 
 
 class Replica:
@@ -80,11 +79,8 @@ class Replica:
             return np.subtract(params, local, out=x)
         # β < 1 lets old quantization errors fade (arXiv 2508.15706).
         decay = np.float32(self.manifest.codec.error_feedback)
-        residual = self.residual[span]
-        for start in range(0, len(x), STRETCH):
-            part = slice(start, start + STRETCH)
-            np.subtract(params[part], local[part], out=x[part])
-            x[part] += residual[part] if decay == 1 else decay * residual[part]
+        subnormals_on()
+        table().contribution(frozen(params), frozen(local), frozen(self.residual[span]), decay, x)
         return x
 
     def encode(self, index: int, theta: Floats) -> bytearray | memoryview:

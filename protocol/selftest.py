@@ -17,6 +17,7 @@ KNOWN: dict[str, str] = {
     "kernel largest": "535c24d779aaab7b",
     "kernel outer_nesterov": "22309355046a982e",
     "kernel outer_sgd": "c22bdc3239100905",
+    "kernel contribution": "0a518131ef232d87",
     "kernel float32_add": "7bd40f198c0cb779",
     "kernel int8_encode": "d858a17205722f5d",
     "kernel int8_valid": "48fc721fbbc172e0",

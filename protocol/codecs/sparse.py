@@ -22,7 +22,7 @@ class Sparse(Codec):
 
     114 bytes, 143.7 times less than float32. The magnitudes are the means of the larger and the smaller kept values,
     split where that leaves the least squared error; so a lone outlier does not blow up its neighbours, and zeros that
-    had to be kept, because nothing else was there, stay zeros.
+    had to be kept, because too little else was there, stay zeros or, among small values, near them.
     """
 
     name = "sparse"

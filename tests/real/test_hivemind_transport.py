@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from atoll.protocol import hivemind_transport
 from atoll.protocol.errors import (
     AddressError,
     FrameTooLarge,
@@ -28,6 +29,7 @@ from atoll.protocol.errors import (
 from atoll.protocol.hivemind_dht import MAX_VALUE
 from atoll.protocol.hivemind_transport import HivemindTransport
 from atoll.protocol.identity import load_or_create_identity
+from atoll.protocol.p2pd import Daemon
 from atoll.protocol.ports import reserve
 from atoll.protocol.transport import PeerId, Stream
 
@@ -125,6 +127,38 @@ def test_frames_both_ways(tmp_path: Path) -> None:
         finally:
             await client.close()
             await server.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_of_two_that_dial_each_other_one_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, both: bool) -> None:
+    """Over links with a delay two dials that cross fail, again and again; so one side waits for the other's, and
+    dials after a while if none comes."""
+    monkeypatch.setattr(hivemind_transport, "_is_near", lambda address: False)  # loopback hides the delay, not the rule
+    apart: dict[PeerId, bool] = {}
+    original = Daemon.connect
+
+    async def connect(self: Daemon, peer: PeerId, addresses: list[str], timeout: float) -> None:
+        apart[self.peer_id] = peer not in await self.peers()
+        await original(self, peer, addresses, timeout)
+
+    monkeypatch.setattr(Daemon, "connect", connect)
+
+    async def run() -> None:
+        small, large = sorted([await make(tmp_path, "one"), await make(tmp_path, "two")], key=lambda t: t.peer_id)
+        try:
+            for transport, other in ((small, large), (large, small)):
+                await transport.serve("echo", echo)
+                transport.learn(other.peer_id, other.addresses())
+            dials = [large.open(small.peer_id, "echo", timeout=5)]
+            if both:
+                dials.append(small.open(large.peer_id, "echo", timeout=5))
+            await asyncio.gather(*dials)
+            assert apart == ({small.peer_id: True, large.peer_id: False} if both else {large.peer_id: True})
+        finally:
+            for transport in (small, large):
+                await transport.close()
 
     asyncio.run(run())
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -22,6 +23,28 @@ ON_X86_LINUX = platform.machine() == "x86_64" and sys.platform == "linux"
 @functools.cache
 def compiled() -> kernels.Kernels:
     return kernels.compile_kernels(cache=True)
+
+
+def numba_kernels() -> list[Any]:
+    return [getattr(kernels.table(), name) for name in kernels.NAMES]
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that two processes filled at the same time, each using what it compiled."""
+    cache = tmp_path_factory.mktemp("kernels") / "a" / "cache"
+    code = (
+        "import sys; from pathlib import Path; from atoll.protocol import kernels, selftest\n"
+        "kernels.configure(cache_dir=Path(sys.argv[1])); sys.stdin.read()\n"
+        "assert kernels.warm_up() == 'numba'; selftest.self_test()"
+    )
+    command = [sys.executable, "-c", code, str(cache)]
+    running = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(2)]
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.close()  # both begin now
+    assert [process.wait(240) for process in running] == [0, 0]
+    return cache
 
 
 @pytest.fixture
@@ -54,13 +77,13 @@ def test_importing_the_protocol_does_not_import_numba() -> None:
 
 
 @pytest.mark.usefixtures("cold")
-def test_warm_up_compiles_once_and_caches_where_told(tmp_path: Path) -> None:
-    cache = tmp_path / "a" / "cache"
-    kernels.configure(cache_dir=cache)
+def test_warm_up_compiles_once_and_caches_where_told(filled: Path) -> None:
+    kernels.configure(cache_dir=filled)
     assert kernels.backend() == "numpy"
     assert kernels.warm_up() == "numba"
     assert kernels.backend() == "numba"
-    assert list(cache.rglob("*.nbi"))
+    assert list(filled.rglob("*.nbi"))
+    assert sum(kernel.stats.cache_hits.total() for kernel in numba_kernels()) == len(kernels.NAMES)
     table = kernels.table()
     assert kernels.warm_up() == "numba"
     assert kernels.table() is table
@@ -108,12 +131,11 @@ def test_an_unusable_cache_is_not_the_end(
 
 
 @pytest.mark.usefixtures("cold")
-def test_a_damaged_cache_is_not_the_end(tmp_path: Path) -> None:
-    kernels.configure(cache_dir=tmp_path)
-    assert kernels.warm_up() == "numba"
-    for file in tmp_path.rglob("*.nb?"):
+def test_a_damaged_cache_is_not_the_end(filled: Path, tmp_path: Path) -> None:
+    cache = Path(shutil.copytree(filled, tmp_path / "cache"))
+    for file in cache.rglob("*.nb?"):
         file.write_bytes(b"rubbish")
-    kernels.configure(cache_dir=tmp_path)
+    kernels.configure(cache_dir=cache)
     assert kernels.warm_up() == "numba"
 
 
