@@ -650,7 +650,9 @@ class Attack:
         weighed = all(member.weight for member in seal.members) and len(seal.members) == len(HONEST) + 1
         # What a coordinator can do besides is for the tests of control messages.
         led = seal.coordinator == self.hostile
-        if around.transport.peer_id != self.hostile or self.case is None or not weighed or led:
+        part = any(seal.members[part.reducer].peer == self.hostile for part in seal.parts)
+        ready = weighed and not led and (part or self.case in MEMBER)
+        if around.transport.peer_id != self.hostile or self.case is None or not ready:
             return Round(around, seal, signature, roster_id, theta)
         hostile = HostileRound(around, seal, signature, roster_id, theta)
         hostile.case, hostile.marker, hostile.wires, hostile.closed = self.case, self.marker, [], []

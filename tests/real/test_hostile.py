@@ -118,6 +118,8 @@ class RealSwarm(Swarm):
 
     async def play(self, case: Case, *, as_member: bool) -> None:
         attack = self.attack
+        for name in self.lives:
+            self.life(name).peer._strikes.clear()  # of the cases before: it would get no part for many commits
         attack.rosters, attack.rounds, attack.case = [], [], case
         first = len(self.events)
         await self.until("a round with the hostile peer", lambda: attack.rosters)

@@ -220,7 +220,10 @@ def test_a_void_round_gives_everything_back(codec: str) -> None:
     roster = hash_of(after.body.seal).hex()
     for member in after.body.seal.members:
         name = next(name for name, host in swarm.hosts.items() if host.peer_id == member.peer)
-        before, now = (swarm.contributions[(name, r)].units for r in (void[name], roster))
+        before, now = (
+            [unit for span in swarm.contributions[(name, which)].units for unit in span]
+            for which in (void[name], roster)
+        )
         assert now[: len(before)] == before
         assert member.weight == 10 * len(now)
 
