@@ -21,6 +21,7 @@ from atoll.protocol import hivemind_transport
 from atoll.protocol.errors import (
     AddressError,
     FrameTooLarge,
+    NetworkDown,
     NetworkError,
     PeerUnreachable,
     ResourceError,
@@ -342,7 +343,7 @@ def test_the_daemon_dies_alone(tmp_path: Path) -> None:
                     await again.send(b"y")
                     answer = await again.receive()
                     await again.close()
-                except (PeerUnreachable, StreamClosed):
+                except (NetworkDown, PeerUnreachable, StreamClosed):
                     return False
                 return answer == b"y"
 
