@@ -56,6 +56,10 @@ def new(
     inner_steps: Annotated[
         int | None, typer.Option("--inner-steps", "-H", help="Inner steps in a round.", show_default="50")
     ] = None,
+    overlap: Annotated[
+        int | None,
+        typer.Option(metavar="STEPS", help="Inner steps made while a round is in flight.", show_default="0"),
+    ] = None,
     quorum: Annotated[int | None, typer.Option(help="Peers that make a round.", show_default="2")] = None,
     codec: Annotated[Codec, typer.Option(help="How pseudo-gradients are packed.")] = Codec.int8,
     rounds: Annotated[int | None, typer.Option("--rounds", "-r", help="Rounds of the run.", show_default="60")] = None,
@@ -90,6 +94,7 @@ def new(
         batch=batch,
         seed=seed,
         inner_steps=inner_steps,
+        overlap=overlap,
         quorum=quorum,
         codec=codec.value,
         rounds=rounds,

@@ -63,6 +63,7 @@ def new_manifest(
     batch: int | None = None,
     seed: int | None = None,
     inner_steps: int | None = None,
+    overlap: int | None = None,
     quorum: int | None = None,
     codec: str | None = None,
     rounds: int | None = None,
@@ -88,7 +89,7 @@ def new_manifest(
         "model": _given(preset=preset, seed=seed) | dict(model or {}),
         "data": source,
         "inner": rates | _given(optimizer=optimizer, batch=batch, **{_rate(optimizer): lr}),
-        "round": _given(inner_steps=inner_steps, quorum=quorum),
+        "round": _given(inner_steps=inner_steps, overlap=overlap, quorum=quorum),
         "codec": _given(name=codec),
         "budget": _given(rounds=rounds),
     }
@@ -174,10 +175,16 @@ def verify(manifest: Manifest) -> Tables:
         if state.theta0 != digest:
             problems.append(f"state.theta0: the model's initial state has the digest {digest}, found {state.theta0}")
     units = round_.inner_steps * tables.inner.batch
+    ahead = units + round_.overlap * tables.inner.batch
     if round_.max_lease < units:
         problems.append(
             f"round.max_lease = {round_.max_lease} is below inner_steps × batch = {units}: no peer could ever finish "
             "its inner steps"
+        )
+    elif round_.max_lease < ahead:
+        problems.append(
+            f"round.max_lease = {round_.max_lease} is below (inner_steps + overlap) × batch = {ahead}: no peer would "
+            "have samples for the steps of the overlap"
         )
     if round_.first_lease // 2 < tables.inner.batch:
         problems.append(

@@ -140,6 +140,14 @@ class RoundSection(_Section):
     grace: float = Field(
         ge=0, le=1, description="wait for late peers, as a share of the time that the inner steps take"
     )
+    overlap: int = Field(
+        ge=0, le=10**6, description="inner steps that a peer may run ahead while its round is in flight (τ); 0: none"
+    )
+    merge: Literal["carry", "mix", "overwrite", "eager", "delay"] = Field(
+        description='what becomes of those steps: "carry" keeps them; "mix", "overwrite", "eager" and "delay" are '
+        "other published rules"
+    )
+    mix: float = Field(ge=0, lt=1, description='share of the local parameters that "mix" keeps (α)')
     weight_cap: Count = Field(description="most tokens that one contribution counts for")
     first_lease: Count = Field(description="sample units leased to a newcomer")
     max_lease: Count = Field(description="most sample units in one lease")
@@ -156,11 +164,35 @@ class RoundSection(_Section):
                 f"max_lease = {self.max_lease} is below inner_steps = {self.inner_steps}, and a step takes a unit "
                 "or more: no peer could ever finish its inner steps"
             )
+        problems += self._overlap_problems()
         if self.weight_cap < self.inner_steps:
             problems.append(f"weight_cap = {self.weight_cap} is below inner_steps = {self.inner_steps}, a token a step")
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _overlap_problems(self) -> list[str]:
+        steps, overlap = self.inner_steps, self.overlap
+        if overlap > steps:
+            return [
+                f"overlap = {overlap} exceeds inner_steps = {steps}: a round would begin before the last one is "
+                f"applied; the longest is {steps}"
+            ]
+        if overlap and steps <= self.max_lease < steps + overlap:
+            return [
+                f"max_lease = {self.max_lease} is below inner_steps + overlap = {steps + overlap}, and a step takes a "
+                "unit or more: no peer would have samples to run ahead with"
+            ]
+        if self.merge != "carry" and overlap == 0:
+            return [
+                f'merge = "{self.merge}" with overlap = 0 does nothing, for no step is made while a round is in flight; '
+                'set overlap to 1 or more, or merge to "carry"'
+            ]
+        if overlap == steps and (self.merge == "overwrite" or (self.merge == "mix" and self.mix == 0)):
+            rule = 'merge = "overwrite"' if self.merge == "overwrite" else 'merge = "mix" with mix = 0'
+            nearest = f"overlap = {steps - 1}" if steps > 1 else 'merge = "carry"'
+            return [f"{rule} and overlap = inner_steps = {steps} can lose as many steps as it averages; use {nearest}"]
+        return []
 
 
 class OuterSection(_Section):
@@ -262,7 +294,16 @@ class Manifest(_Section):
     access: AccessSection = Field(description="who may take part")
 
     SUGGESTED: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "round": {"inner_steps": 50, "quorum": 2, "max_group": 16, "silence": 5.0, "grace": 0.25},
+        "round": {
+            "inner_steps": 50,
+            "quorum": 2,
+            "max_group": 16,
+            "silence": 5.0,
+            "grace": 0.25,
+            "overlap": 0,
+            "merge": "carry",
+            "mix": 0.5,
+        },
         "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.6},
         "codec": {"name": "int8", "error_feedback": 1.0},
         "state": {"checkpoint_every": 10},

@@ -82,6 +82,9 @@ def manifests(draw: st.DrawFn) -> Manifest:
             "max_group": draw(st.integers(quorum, 256)),
             "silence": draw(st.floats(0.1, 120)),
             "grace": draw(st.floats(0, 1)),
+            "overlap": (overlap := draw(st.integers(0, steps - 1))),
+            "merge": draw(st.sampled_from(["carry", "mix", "overwrite", "eager", "delay"])) if overlap else "carry",
+            "mix": draw(st.floats(0, 1, exclude_max=True)),
         },
         outer={"lr": draw(st.floats(1e-300, 10)), "momentum": draw(st.floats(0, 1, exclude_max=True))},
         access={"admit": "list" if peers else "open", "peers": peers},
@@ -186,11 +189,12 @@ def test_known_run_id() -> None:
         '{"access":{"admit":"open","peers":[]},"budget":{"rounds":60},"codec":{"error_feedback":1,"name":"int8"},'
         '"data":{"source":"é"},"inner":{"lr":0.001},"model":{"a":1.5},"name":"known",'
         '"outer":{"lr":0.7,"momentum":0.6,"optimizer":"nesterov"},"owner":"","protocol":1,'
-        '"round":{"first_lease":100,"grace":0.25,"inner_steps":50,"max_group":16,"max_lease":400,"quorum":2,'
-        '"silence":5,"weight_cap":25600},"state":{"checkpoint_every":10,"chunk":4096,"parameters":1000,'
+        '"round":{"first_lease":100,"grace":0.25,"inner_steps":50,"max_group":16,"max_lease":400,"merge":"carry",'
+        '"mix":0.5,"overlap":0,"quorum":2,"silence":5,"weight_cap":25600},'
+        '"state":{"checkpoint_every":10,"chunk":4096,"parameters":1000,'
         f'"theta0":"{"00" * 32}"}}}}'
     )
-    assert KNOWN.run_id.hex() == "d555a1beece271bc93a3662b9ee3183c1d5422767ea1a8b09a6587f49788a81c"
+    assert KNOWN.run_id.hex() == "4fed5e21080621d28e189cf2bb7a7078ec6f4128af94b1e6c6799912b80d16d0"
 
 
 @pytest.mark.skipif(not SPECIFICATION.exists(), reason="the documents are not beside the tests")
@@ -275,6 +279,15 @@ def test_an_instance_cannot_change() -> None:
         ({"round": {"max_group": 257}}, "round.max_group: expected at most 256"),
         ({"round": {"first_lease": 401}}, "first_lease = 401 exceeds max_lease = 400"),
         ({"round": {"inner_steps": 401, "first_lease": 1}}, "max_lease = 400 is below inner_steps = 401"),
+        ({"round": {"overlap": 51}}, "overlap = 51 exceeds inner_steps = 50"),
+        ({"round": {"overlap": 51}}, "the longest is 50"),
+        ({"round": {"overlap": -1}}, "round.overlap: expected at least 0"),
+        ({"round": {"overlap": 10, "max_lease": 59, "first_lease": 50}}, "max_lease = 59 is below inner_steps + over"),
+        ({"round": {"merge": "eagre"}}, "did you mean 'eager'?"),
+        ({"round": {"merge": "eager"}}, 'merge = "eager" with overlap = 0 does nothing'),
+        ({"round": {"merge": "overwrite", "overlap": 50}}, "use overlap = 49"),
+        ({"round": {"merge": "mix", "overlap": 50, "mix": 0.0}}, 'merge = "mix" with mix = 0'),
+        ({"round": {"merge": "mix", "overlap": 5, "mix": 1.0}}, "round.mix: expected less than 1.0"),
         ({"round": {"weight_cap": 10}}, "weight_cap = 10 is below inner_steps = 50"),
         ({"state": {"chunk": 1000}}, "state.chunk: expected a power of two, found 1000 (near it: 512 and 1024)"),
         ({"state": {"chunk": 32}}, "state.chunk: expected at least 64, found 32"),
