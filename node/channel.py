@@ -16,6 +16,8 @@ class Setup(msgspec.Struct, tag="setup", frozen=True):
     fd: int
     """Descriptor of the shared memory in the child."""
     parameters: int
+    frozen: bool
+    """Whether the shared memory has room for what a round averages while training goes on."""
     model: dict[str, Any]
     data: dict[str, Any]
     inner: dict[str, Any]
@@ -42,7 +44,22 @@ class Freeze(msgspec.Struct, tag="freeze", frozen=True):
     """Parent → child: finish the step, store θ, pause, answer :class:`Frozen`."""
 
     number: int
-    """Counts the freezes; the answer repeats it."""
+    """Counts what is asked for; the answer repeats it."""
+    ahead: int | None = None
+    """Instead: copy θ into the shared memory's ``frozen`` and train on, for at most so many steps."""
+
+
+class Move(msgspec.Struct, tag="move", frozen=True):
+    """Parent → child: finish the step, change θ by the shift in ``frozen``, train on without a limit, answer
+    :class:`Moved`. Counters: see :func:`atoll.protocol.overlap.left`."""
+
+    number: int
+    runs: list[tuple[int, int, float]]
+    """Start, stop and ``keep`` of each stretch of parameters."""
+    spent: float
+    of: tuple[int, int, int] | None
+    """Steps, tokens and units of the snapshot that ``spent`` is a share of."""
+    outer_step: int
 
 
 class Resume(msgspec.Struct, tag="resume", frozen=True):
@@ -50,6 +67,8 @@ class Resume(msgspec.Struct, tag="resume", frozen=True):
 
     reload: bool
     outer_step: int
+    until: int | None
+    """Pause again at this number of steps."""
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
@@ -64,9 +83,25 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
 
 class Frozen(msgspec.Struct, tag="frozen", frozen=True):
-    """Child → parent: the answer to :class:`Freeze`."""
+    """Child → parent: the answer to :class:`Freeze`, with the counters at that moment."""
 
     number: int
+    steps: int
+    tokens: int
+    units: int
+    drawn: int
+    epoch: int
+    """Generation of leases that ``drawn`` is of."""
+    stopped: float
+    """Seconds for which training stood still to take the copy."""
+
+
+class Moved(msgspec.Struct, tag="moved", frozen=True):
+    """Child → parent: the answer to :class:`Move`."""
+
+    number: int
+    stopped: float
+    """Seconds for which training has stood still since the last snapshot, at its limit and for this."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
@@ -79,8 +114,8 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     """Whether memory ran out: the next child starts with a smaller micro-batch."""
 
 
-ToChild = Setup | Grant | Revoke | Freeze | Resume
-ToParent = Ready | Frozen | Failed
+ToChild = Setup | Grant | Revoke | Freeze | Move | Resume
+ToParent = Ready | Frozen | Moved | Failed
 
 to_child = msgspec.json.Decoder(ToChild)
 to_parent = msgspec.json.Decoder(ToParent)

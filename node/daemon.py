@@ -81,7 +81,7 @@ async def _train(session: Session, options: NodeOptions, name: str) -> None:
     try:
         island = await TrainerProcess.start(
             session.model, session.data, session.inner, manifest.round.inner_steps, manifest.budget.rounds,
-            device=options.device, threads=options.threads or None,
+            device=options.device, threads=options.threads or None, overlap=manifest.round.overlap > 0,
             log=lambda event, fields: session.event(event, **fields),
         )  # fmt: skip
     except BaseException:

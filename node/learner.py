@@ -20,6 +20,9 @@ from .model import Transformer
 from .optim import InnerOptimizer, progress_of_run
 from .specs import ONE_THREAD_BELOW
 
+MOVED_AT_ONCE = 1 << 24
+"""Parameters whose shift is on the device at one time."""
+
 
 class Learner:
     """Inner steps on the parameters in ``host``, float32 [count_parameters(model)], memory that others see too.
@@ -68,6 +71,23 @@ class Learner:
         """Write the parameters into ``host``."""
         if self.flat is not self.host:
             self.host.copy_(self.flat)
+
+    def snapshot(self, out: torch.Tensor) -> None:
+        """Copy the parameters to ``out``, float32 in the host's memory, as long as they are."""
+        out.copy_(self.flat)
+
+    def move(self, shift: torch.Tensor, start: int, stop: int, keep: float) -> None:
+        """θ ← keep·θ + shift for the parameters ``start`` … ``stop``; ``shift``: all of them, in the host's memory."""
+        with torch.no_grad():
+            for at in range(start, stop, MOVED_AT_ONCE):
+                part = slice(at, min(at + MOVED_AT_ONCE, stop))
+                mine, here = self.flat[part], shift[part].to(self.device)
+                if keep == 0:
+                    mine.copy_(here)
+                else:
+                    if keep != 1:
+                        mine.mul_(keep)
+                    mine.add_(here)
 
     def step(self, units: NDArray[np.int64], outer_step: int, steps: int) -> float:
         """One inner step on these sample units, ``steps`` steps into the round after ``outer_step``; returns the loss.

@@ -1,4 +1,5 @@
-"""Memory that the supervisor and its trainer child both see: a page of counters, then the parameters.
+"""Memory that the supervisor and its trainer child both see: a page of counters, then the parameters, then (for runs
+that overlap rounds and training) those that a round averages.
 
 It is anonymous (``memfd_create``; elsewhere an unlinked, fully allocated file) and passed by descriptor, so it needs
 no room in /dev/shm, has no name to clean up, and is gone with the last process that holds it.
@@ -42,27 +43,33 @@ class Counters:
     """Factor of the learning rate in the last step."""
     begun: float = 0.0
     """``time.monotonic()`` when the running step began; 0 between steps."""
+    moved: int = 0
+    """Number of the last move of the parameters that was begun: after a death in the middle nobody knows them."""
 
 
 _FIELDS = len(fields(Counters))
 
 
 class SharedMemory:
-    """``parameters`` float32 elements (``array``) behind one page of counters."""
+    """``parameters`` float32 elements (``array``) behind one page of counters, and as many more (``frozen``) when
+    they are asked for, else None."""
 
-    def __init__(self, fd: int, parameters: int) -> None:
+    def __init__(self, fd: int, parameters: int, *, frozen: bool = False) -> None:
         """Map an existing descriptor, which stays the caller's to close (the mapping lives on without it)."""
         self.fd = fd
-        self._map = mmap.mmap(fd, PAGE + 4 * parameters)
+        self._map = mmap.mmap(fd, _size(parameters, frozen))
         self._sequence = np.frombuffer(self._map, np.int64, 1)
         # every counter as float64: exact for integers below 2**53
         self._values = np.frombuffer(self._map, np.float64, _FIELDS, 64)
         self.array: NDArray[np.float32] = np.frombuffer(self._map, np.float32, parameters, PAGE)
+        self.frozen: NDArray[np.float32] | None = None
+        if frozen:
+            self.frozen = np.frombuffer(self._map, np.float32, parameters, PAGE + _whole_pages(4 * parameters))
 
     @classmethod
-    def create(cls, parameters: int) -> SharedMemory:
+    def create(cls, parameters: int, *, frozen: bool = False) -> SharedMemory:
         """New memory, zeroed and really allocated. Raises :class:`ResourceError` when there is not enough."""
-        size = PAGE + 4 * parameters
+        size = _size(parameters, frozen)
         # asking the kernel for more than there is would wake its killer, not return an error
         if size > (free := _available()):
             raise ResourceError(
@@ -78,7 +85,7 @@ class SharedMemory:
             os.ftruncate(fd, size)
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(fd, 0, size)
-            memory = cls(fd, parameters)
+            memory = cls(fd, parameters, frozen=frozen)
         except (OSError, ValueError) as error:
             os.close(fd)
             raise ResourceError(
@@ -114,6 +121,14 @@ class SharedMemory:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+def _size(parameters: int, frozen: bool) -> int:
+    return PAGE + (_whole_pages(4 * parameters) if frozen else 0) + 4 * parameters
 
 
 def _available() -> int:

@@ -19,12 +19,13 @@ from typing import Any
 
 from atoll.protocol import errors
 from atoll.protocol.errors import AtollError, ResourceError
-from atoll.protocol.island import Island, Progress, Snapshot
+from atoll.protocol.island import Island, Progress, Run, Snapshot
 from atoll.protocol.messages import Span
+from atoll.protocol.overlap import left, move
 
-from .channel import Failed, Freeze, Frozen, Grant, Ready, Resume, Revoke, Setup, ToChild, line, to_parent
+from .channel import Failed, Freeze, Frozen, Grant, Move, Moved, Ready, Resume, Revoke, Setup, ToChild, line, to_parent
 from .config import DataConfig, InnerConfig, ModelConfig
-from .sharedmem import SharedMemory
+from .sharedmem import Counters, SharedMemory
 from .specs import ONE_THREAD_BELOW, count_parameters
 
 Log = Callable[[str, dict[str, Any]], None]
@@ -68,6 +69,7 @@ class TrainerProcess(Island):
         device: str = "auto",
         threads: int | None = None,
         micro_batch: int | None = None,
+        overlap: bool = False,
         log: Log | None = None,
     ) -> None:
         """Allocates the shared memory; :meth:`start` makes the child as well."""
@@ -75,11 +77,13 @@ class TrainerProcess(Island):
         """As asked for; once the child is ready, the device it uses (``cpu``, ``cuda:0``)."""
         self.restarts = 0
         self._log: Log = log if log is not None else lambda event, fields: None
-        self._memory = SharedMemory.create(count_parameters(model))
+        self._memory = SharedMemory.create(count_parameters(model), frozen=overlap)
         self.local = self._memory.array
+        self.frozen = self._memory.frozen
         self._setup = Setup(
             fd=self._memory.fd,
             parameters=count_parameters(model),
+            frozen=overlap,
             model=model.to_table(),
             data=data.to_table(),
             inner=inner.to_table(),
@@ -97,8 +101,13 @@ class TrainerProcess(Island):
         self._passed = 0
         """Units of this generation that left ``_spans`` because they were drawn."""
         self._epoch = 0
-        self._freezes = 0
+        self._asked = 0
+        """Freezes, snapshots and moves so far."""
         self._outer_step = 0
+        self._until: int | None = None
+        """Number of steps at which the child pauses while a round is in flight."""
+        self._writing = asyncio.Lock()
+        """Held while a thread of this side writes ``local``: no child may read it then."""
         self._training = False
         """Whether the child is to train: resumed, and not frozen since."""
         self._base = self._memory.read()
@@ -106,7 +115,7 @@ class TrainerProcess(Island):
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._frozen: asyncio.Future[None] | None = None
+        self._answer: asyncio.Future[Frozen | Moved] | None = None
         self._failure: AtollError | None = None
         """Why there is no child now; ``None`` while there is one."""
         self._ended_here: AtollError | None = None
@@ -127,12 +136,14 @@ class TrainerProcess(Island):
         device: str = "auto",
         threads: int | None = None,
         micro_batch: int | None = None,
+        overlap: bool = False,
         log: Log | None = None,
     ) -> TrainerProcess:
         """Start a child and wait until it is ready (2 to 10 s: it imports torch).
 
         inner_steps: H; rounds: outer steps of the whole run (schedules). threads: of torch on a CPU, chosen by the
-        model's size when ``None``. log: called with an event's name and fields (``warning``, ``trainer``).
+        model's size when ``None``. overlap: whether there will be snapshots (four more bytes a parameter). log: called
+        with an event's name and fields (``warning``, ``trainer``).
 
         Raises :class:`DataError` when the data are missing or differ from the pin, :class:`ResourceError` when the
         device is absent or there is no memory.
@@ -146,6 +157,7 @@ class TrainerProcess(Island):
             device=device,
             threads=threads,
             micro_batch=micro_batch,
+            overlap=overlap,
             log=log,
         )
         self._supervision = asyncio.create_task(self._supervise(), name="trainer")
@@ -210,42 +222,72 @@ class TrainerProcess(Island):
 
     async def freeze(self) -> Snapshot:
         self._training = False
-        if self._failure is not None:
-            raise _gone(self._failure)
-        counters = self._memory.read()
-        step = counters.step_time
-        running = time.monotonic() - counters.begun if counters.begun else 0.0
-        limit = FREEZE_TIMEOUT + FREEZE_STEPS * step if step else max(FIRST_STEP_TIMEOUT, FREEZE_TIMEOUT + running)
-        self._frozen = asyncio.get_running_loop().create_future()
-        self._freezes += 1
-        self._tell(Freeze(self._freezes))
-        try:
-            await asyncio.wait_for(asyncio.shield(self._frozen), limit)
-        except TimeoutError:
-            error = ResourceError(
-                f"the trainer did not answer a freeze within {limit:.0f} s (a step takes {step:.2f} s); "
-                "it was ended and is being started again"
-            )
-            self._failure = self._ended_here = error
-            self._kill()
-            raise error from None
-        finally:
-            self._frozen = None
-        self._base = counters = self._memory.read()
-        return Snapshot(counters.steps, counters.tokens, counters.units, self._leased())
+        self._until = None
+        answer = await self._ask(Freeze(self._number()))
+        assert isinstance(answer, Frozen)
+        self._base = self._memory.read()
+        return self._snapshot(answer, 0.0)
 
-    async def resume(self, *, reload: bool, spent: float, outer_step: int) -> None:
-        # the child is frozen or gone, so this side may write the counters
-        counters = self._memory.read()
-        left = 1.0 - min(max(spent, 0.0), 1.0)
-        counters.steps = round(counters.steps * left)
-        counters.tokens = round(counters.tokens * left)
-        counters.units = round(counters.units * left)
-        self._memory.write(counters)
-        self._base = counters
-        self._outer_step = outer_step
+    async def snapshot(self, ahead: int) -> Snapshot:
+        if self.frozen is None:
+            raise ValueError("this trainer was started without room for snapshots")
+        self._training = False
+        self._until = None
+        answer = await self._ask(Freeze(self._number(), ahead))
+        assert isinstance(answer, Frozen)
         self._training = True
-        self._tell(Resume(reload, outer_step))
+        self._until = answer.steps + ahead
+        if not self._shares:
+            counters = self._memory.read()
+            counters.steps, counters.tokens, counters.units = answer.steps, answer.tokens, answer.units
+            self._base = counters
+            async with self._writing:
+                await asyncio.to_thread(self.local.__setitem__, slice(None), self.frozen)
+        return self._snapshot(answer, answer.stopped)
+
+    async def resume(
+        self, *, reload: bool, spent: float, outer_step: int, of: Snapshot | None = None, ahead: int | None = None
+    ) -> None:
+        self._outer_step = outer_step
+        if self._training:
+            # only a limit is lifted; the counters are the child's
+            assert not reload
+            assert not spent
+            self._until = None
+        else:
+            # the child is frozen or gone, so this side may write the counters
+            counters = self._memory.read()
+            _spend(counters, spent, of)
+            self._memory.write(counters)
+            self._base = counters
+            self._training = True
+            self._until = counters.steps + ahead if ahead is not None else None
+        self._tell(Resume(reload, outer_step, self._until))
+
+    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> float:
+        self._outer_step = outer_step
+        self._until = None
+        number = self._number()
+        counts = (of.steps, of.tokens, of.units) if of is not None else None
+        order = Move(number, [(run.start, run.stop, run.keep) for run in runs], spent, counts, outer_step)
+        try:
+            answer = await self._ask(order)
+        except ResourceError as error:
+            # it may have begun all the same, and been ended for being slow
+            if not await self._quiet() or self._memory.read().moved == number:
+                self._training = False
+                raise ResourceError(f"the trainer ended while its parameters were being moved: {error}") from None
+            await self._move_here(runs)
+            counters = self._memory.read()
+            _spend(counters, spent, of)
+            self._memory.write(counters)
+            self._base = counters
+            return 0.0
+        assert isinstance(answer, Moved)
+        if not self._shares:
+            _spend(self._base, spent, of)
+            await self._move_here(runs)
+        return answer.stopped
 
     async def close(self) -> None:
         """End the child (it holds nothing worth saving) and free the memory. Idempotent."""
@@ -262,6 +304,67 @@ class TrainerProcess(Island):
         self._memory.close()
 
     # the child
+
+    @property
+    def _shares(self) -> bool:
+        """Whether the child trains in the very memory that ``local`` is, so that this side must leave it alone."""
+        return self.device.startswith("cpu")
+
+    def _number(self) -> int:
+        self._asked += 1
+        return self._asked
+
+    async def _ask(self, order: Freeze | Move) -> Frozen | Moved:
+        """Send, and wait for the answer. Raises :class:`ResourceError` when there is no child, it dies, or it does not
+        answer in time: then it is ended."""
+        if self._failure is not None:
+            raise _gone(self._failure)
+        counters = self._memory.read()
+        step = counters.step_time
+        running = time.monotonic() - counters.begun if counters.begun else 0.0
+        limit = FREEZE_TIMEOUT + FREEZE_STEPS * step if step else max(FIRST_STEP_TIMEOUT, FREEZE_TIMEOUT + running)
+        self._answer = asyncio.get_running_loop().create_future()
+        self._tell(order)
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._answer), limit)
+        except TimeoutError:
+            error = ResourceError(
+                f"the trainer did not answer a freeze within {limit:.0f} s (a step takes {step:.2f} s); "
+                "it was ended and is being started again"
+            )
+            self._failure = self._ended_here = error
+            self._kill()
+            raise error from None
+        finally:
+            self._answer = None
+
+    def _snapshot(self, answer: Frozen, stopped: float) -> Snapshot:
+        drawn = answer.drawn if answer.epoch == self._epoch else 0
+        return Snapshot(answer.steps, answer.tokens, answer.units, self._granted - drawn, stopped)
+
+    async def _quiet(self) -> bool:
+        """Whether a child that is being ended is really gone, so that it writes no more; waits for that a while."""
+        process = self._process
+        if process is None or self._ended_here is None:
+            return True
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT):
+                await process.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _move_here(self, runs: list[Run]) -> None:
+        """Change ``local`` as the child changes its own, which is elsewhere or not there."""
+        shift = self.frozen
+        assert shift is not None
+
+        def work() -> None:
+            for run in runs:
+                move(self.local[run.start : run.stop], run.keep, shift[run.start : run.stop])
+
+        async with self._writing:
+            await asyncio.to_thread(work)
 
     def _leased(self) -> int:
         return self._granted - self._drawn()
@@ -352,11 +455,12 @@ class TrainerProcess(Island):
                     message = to_parent.decode(text)
                     if isinstance(message, Ready):
                         deadline.reschedule(None)
-                        self._begin(message, writer)
-                    elif isinstance(message, Frozen):
-                        waiting = self._frozen if message.number == self._freezes else None
+                        async with self._writing:
+                            self._begin(message, writer)
+                    elif isinstance(message, Frozen | Moved):
+                        waiting = self._answer if message.number == self._asked else None
                         if waiting is not None and not waiting.done():
-                            waiting.set_result(None)
+                            waiting.set_result(message)
                     else:
                         reported = message
         except TimeoutError:
@@ -374,8 +478,8 @@ class TrainerProcess(Island):
         if self._ended_here is not None:
             failure = self._ended_here
         self._failure = failure
-        if self._frozen is not None and not self._frozen.done():
-            self._frozen.set_exception(_gone(failure))
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(_gone(failure))
         # the kernel's killer, that is, when it was not this side
         killed = process.returncode == -signal.SIGKILL and self._ended_here is None
         return failure, reported.memory if reported is not None else killed
@@ -401,7 +505,7 @@ class TrainerProcess(Island):
         if self._spans:
             self._tell(Grant(self._spans))
         if self._training:
-            self._tell(Resume(True, self._outer_step))
+            self._tell(Resume(True, self._outer_step, self._until))
         if not self._ready.done():
             self._ready.set_result(None)
 
@@ -443,6 +547,13 @@ async def _tail(stream: asyncio.StreamReader | None) -> str:
     while data := await stream.read(1 << 16):
         kept = (kept + data)[-STDERR_TAIL:]
     return kept.decode("utf-8", "replace").strip()
+
+
+def _spend(counters: Counters, spent: float, of: Snapshot | None) -> None:
+    """Take what a commit has taken over out of the counters."""
+    counters.steps = left(counters.steps, spent, of.steps if of is not None else None)
+    counters.tokens = left(counters.tokens, spent, of.tokens if of is not None else None)
+    counters.units = left(counters.units, spent, of.units if of is not None else None)
 
 
 def _gone(failure: AtollError) -> ResourceError:

@@ -17,8 +17,24 @@ import time
 from collections import deque
 
 from atoll.protocol.errors import AtollError
+from atoll.protocol.overlap import left
 
-from .channel import Failed, Freeze, Frozen, Grant, Ready, Resume, Revoke, Setup, ToChild, ToParent, line, to_child
+from .channel import (
+    Failed,
+    Freeze,
+    Frozen,
+    Grant,
+    Move,
+    Moved,
+    Ready,
+    Resume,
+    Revoke,
+    Setup,
+    ToChild,
+    ToParent,
+    line,
+    to_child,
+)
 
 SMOOTHING = 0.1
 """Weight of the newest step in the averages of step time and loss."""
@@ -70,7 +86,8 @@ class Worker:
         torch.set_num_threads(threads)
         model = ModelConfig.from_table(setup.model)
         corpus = data.load(DataConfig.from_table(setup.data), model.context)
-        self.memory = SharedMemory(setup.fd, setup.parameters)
+        self.memory = SharedMemory(setup.fd, setup.parameters, frozen=setup.frozen)
+        self.frozen = torch.from_numpy(self.memory.frozen) if self.memory.frozen is not None else None
         self.learner = Learner(
             model,
             InnerConfig.from_table(setup.inner),
@@ -85,6 +102,12 @@ class Worker:
         self.spans: deque[tuple[int, int]] = deque()
         self.leased = 0
         self.training = False
+        self.until: int | None = None
+        """Number of steps at which training pauses while a round is in flight."""
+        self.still: float | None = None
+        """Since when it stands still there."""
+        self.stopped = 0.0
+        """Seconds for which it has stood still since the last snapshot."""
         self.outer_step = 0
         device = self.learner.device
         if device.type == "cpu":
@@ -96,12 +119,21 @@ class Worker:
     def run(self) -> None:
         """Train whenever allowed and leased; never returns while the parent lives."""
         while True:
-            while not (self.training and self.leased >= self.batch):
+            while not self.may_step():
                 self.handle(self.inbox.get())
             while not self.inbox.empty():
                 self.handle(self.inbox.get())
-            if self.training and self.leased >= self.batch:
+            if self.may_step():
                 self.step()
+
+    def may_step(self) -> bool:
+        """Whether it is told to train, has samples, and has not run as far ahead of a round as it may."""
+        if not (self.training and self.leased >= self.batch):
+            return False
+        if self.until is not None and self.memory.read().steps >= self.until:
+            self.still = self.still or time.monotonic()
+            return False
+        return True
 
     def handle(self, message: ToChild) -> None:
         if isinstance(message, Grant):
@@ -114,14 +146,56 @@ class Worker:
             counters.epoch, counters.drawn = message.epoch, 0
             self.memory.write(counters)
         elif isinstance(message, Freeze):
-            self.training = False
-            self.learner.store()
-            _send(self.control, Frozen(message.number))
+            self.freeze(message)
+        elif isinstance(message, Move):
+            self.move(message)
         elif isinstance(message, Resume):
             self.outer_step = message.outer_step
             if message.reload:
                 self.learner.load()
             self.training = True
+            self.go_on(message.until)
+
+    def go_on(self, until: int | None) -> None:
+        if self.still is not None:
+            self.stopped += time.monotonic() - self.still
+            self.still = None
+        self.until = until
+
+    def freeze(self, message: Freeze) -> None:
+        counters, began = self.memory.read(), time.monotonic()
+        if message.ahead is None:
+            self.training = False
+            self.learner.store()
+        else:
+            assert self.frozen is not None
+            self.learner.snapshot(self.frozen)
+            self.go_on(counters.steps + message.ahead)
+            self.stopped = 0.0
+        took = time.monotonic() - began
+        _send(
+            self.control,
+            Frozen(
+                message.number, counters.steps, counters.tokens, counters.units, counters.drawn, counters.epoch, took
+            ),
+        )
+
+    def move(self, message: Move) -> None:
+        assert self.frozen is not None
+        self.still = self.still or time.monotonic()
+        counters = self.memory.read()
+        counters.moved = message.number
+        self.memory.write(counters)
+        for start, stop, keep in message.runs:
+            self.learner.move(self.frozen, start, stop, keep)
+        of = message.of or (None, None, None)
+        counters.steps = left(counters.steps, message.spent, of[0])
+        counters.tokens = left(counters.tokens, message.spent, of[1])
+        counters.units = left(counters.units, message.spent, of[2])
+        self.memory.write(counters)
+        self.outer_step = message.outer_step
+        self.go_on(None)
+        _send(self.control, Moved(message.number, self.stopped))
 
     def draw(self) -> list[int]:
         """The next batch of leased sample units."""

@@ -42,6 +42,17 @@ class Snapshot:
     tokens: int
     units: int
     leased: int
+    stopped: float = 0.0
+    """Seconds for which training stood still for it; 0 where it stands still anyway."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements ``start`` … ``stop`` of the parameters, where θ ← keep·θ + shift (:mod:`.overlap`)."""
+
+    start: int
+    stop: int
+    keep: float
 
 
 class Island(ABC):
@@ -54,6 +65,10 @@ class Island(ABC):
 
     local: NDArray[np.float32]
     """The island's own parameters θ. The peer reads and writes it only between :meth:`freeze` and :meth:`resume`."""
+
+    frozen: NDArray[np.float32] | None = None
+    """Memory as ``local``'s for what a round averages while training goes on. The island writes it in
+    :meth:`snapshot`, the peer from there to the next; None where every round pauses training."""
 
     @abstractmethod
     def progress(self) -> Progress: ...
@@ -74,13 +89,37 @@ class Island(ABC):
         """
 
     @abstractmethod
-    async def resume(self, *, reload: bool, spent: float, outer_step: int) -> None:
-        """Go on training after a freeze, or for the first time.
+    async def resume(
+        self, *, reload: bool, spent: float, outer_step: int, of: Snapshot | None = None, ahead: int | None = None
+    ) -> None:
+        """Go on training after a freeze, or for the first time; or, with nothing reloaded and nothing spent, lift the
+        limit that a :meth:`snapshot` has set.
 
         reload: take θ from ``local``, which the peer has rewritten (else θ is what it was).
         spent: the share of the counters (steps, tokens, units) that a commit has taken over, 0 … 1; what is left
         counts in the next contribution. 1 with a re-synchronisation as well.
+        of: the snapshot whose counters the share is of, if these are not the present ones (:func:`.overlap.left`).
         outer_step: outer steps taken along the chain; learning-rate schedules follow it.
+        ahead: pause again after so many inner steps; None: never.
+        """
+
+    @abstractmethod
+    async def snapshot(self, ahead: int) -> Snapshot:
+        """Finish the current inner step, copy θ into ``frozen``, and train on, for at most ``ahead`` inner steps.
+
+        The limit holds until :meth:`resume`, :meth:`move` or :meth:`freeze`. Bounded, and raises as :meth:`freeze`
+        does; the island is then frozen.
+        """
+
+    @abstractmethod
+    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> float:
+        """Finish the current inner step, change θ by the shift that lies in ``frozen``, and train on without a limit.
+
+        runs: where, and how. spent, outer_step, of: as in :meth:`resume`. Returns the seconds for which training has
+        stood still since the last snapshot, for want of this or for it. When the island has died, ``local`` is
+        changed instead, and its next life goes on from there. Bounded: raises
+        :class:`~atoll.protocol.errors.ResourceError` when it died in the middle, so that nobody knows θ any more; the
+        island is then frozen.
         """
 
     @abstractmethod

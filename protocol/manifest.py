@@ -185,8 +185,8 @@ class RoundSection(_Section):
             ]
         if self.merge != "carry" and overlap == 0:
             return [
-                f'merge = "{self.merge}" with overlap = 0 does nothing, for no step is made while a round is in flight; '
-                'set overlap to 1 or more, or merge to "carry"'
+                f'merge = "{self.merge}" with overlap = 0 does nothing, for no step is made while a round is in '
+                'flight; set overlap to 1 or more, or merge to "carry"'
             ]
         if overlap == steps and (self.merge == "overwrite" or (self.merge == "mix" and self.mix == 0)):
             rule = 'merge = "overwrite"' if self.merge == "overwrite" else 'merge = "mix" with mix = 0'

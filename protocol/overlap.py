@@ -111,16 +111,19 @@ class Overlap:
         return 1.0
 
     def remaining(self, now: int, snapshot: int, share: float) -> int:
-        """What is left of a counter (steps, tokens, sample units) after a commit.
+        """What is left of a counter after a commit, see :func:`left`. With overwrite the steps since ``frozen`` was
+        taken are lost as well, in the same share, and must not count either."""
+        return left(now, share, None if self.merge is Merge.OVERWRITE else snapshot)
 
-        now: its value; snapshot: its value when ``frozen`` was taken; share: of the parameters in which the own
-        contribution was averaged, 0 … 1. The share that was handed over leaves, what was done since then stays; with
-        overwrite that is lost in the same share, and its tokens must not count either. An aborted round changes
-        no counter.
-        """
-        if self.merge is Merge.OVERWRITE:
-            return round(now * (1 - share))
-        return max(now - round(snapshot * share), 0)
+
+def left(now: int, share: float, snapshot: int | None = None) -> int:
+    """What is left of a counter (steps, tokens, sample units) when a share of it has been handed over.
+
+    now: its value; share: of the parameters in which the own contribution was averaged, 0 … 1; snapshot: the value
+    that the share is of, when it is not ``now`` but that of the freeze: what was done since then stays. An aborted
+    round changes no counter.
+    """
+    return round(now * (1 - share)) if snapshot is None else max(now - round(snapshot * share), 0)
 
 
 def move(theta: Floats, keep: float, shift: Floats) -> None:

@@ -64,16 +64,17 @@ from .errors import (
 )
 from .fetch import Fetcher, Plan
 from .identity import Signer
-from .island import Island, Progress, Snapshot
+from .island import Island, Progress, Run, Snapshot
 from .layout import ChunkLayout
 from .manifest import Manifest
 from .messages import GENESIS, MAX_ROUND_GAP, Body, Commit, Head, Member, Vote, better, decode, hash_of, seal_bytes
 from .messenger import Messenger, message_limit
+from .overlap import Merge, Overlap
 from .records import Record, State
 from .reduce import HELLO_LIMIT, Hello
 from .reduce import PROTOCOL as REDUCE
 from .refusals import Events, Refusals
-from .replica import Replica
+from .replica import CARRY, Replica
 from .round import Round, Surroundings
 from .state import GlobalState
 from .store import Store
@@ -238,6 +239,11 @@ class Peer:
         """Who failed at it before this peer's own eyes: how often, and the height until which it gets no part."""
         self._frozen = True
         """Whether the island has been frozen and not resumed since; it begins so."""
+        self._ahead_of_round = False
+        """Whether it trains ahead of a round: a snapshot was taken that no commit has followed, nor an abort."""
+        rules, outer = manifest.round, manifest.outer
+        momentum = outer.momentum if outer.optimizer == "nesterov" else 0.0
+        self._rule = Overlap(Merge(rules.merge), lr=outer.lr, mu=momentum, alpha=rules.mix)
         self._rests_until = float("-inf")
         """A call that came to nothing is not repeated at once: neither the others nor the log must drown in calls."""
         self._recoveries = 0
@@ -907,13 +913,13 @@ class Peer:
             progress = self.island.progress()
             snapshot = Snapshot(progress.steps, progress.tokens, progress.units, progress.leased)
         else:
-            snapshot = await self._freeze()
+            snapshot = await self._set_out()
             weight = min(snapshot.tokens, rules.weight_cap)
-        if weight and not await self.transport.offload(self.replica.sendable, self.island.local):
+        if weight and not await self.transport.offload(self.replica.sendable, self._theta()):
             reason = "the local parameters are not finite, or huge; they are dropped, with their tokens"
             self._events("warning", message=reason)
             await self._reload_island()
-            snapshot, weight = await self._freeze(), 0
+            snapshot, weight = await self._set_out(), 0
         target = rules.first_lease if not snapshot.units and not snapshot.leased else 2 * snapshot.units
         target = min(max(target, rules.first_lease // 2), rules.max_lease)
         if call.leases and snapshot.leased:
@@ -938,21 +944,74 @@ class Peer:
         self._frozen = True
         return await self.island.freeze()
 
-    async def _reload_island(self) -> None:
-        """The local parameters become the global ones; what had not been handed over is gone."""
+    async def _set_out(self) -> Snapshot:
+        """Freeze what a round is to average; with overlap, training goes on from there."""
+        island, ahead = self.island, self.manifest.round.overlap
+        assert island is not None
+        # In the last round there is nothing to run ahead for.
+        if not ahead or island.frozen is None or self.head.outer_step + 1 >= self.manifest.budget.rounds:
+            return await self._freeze()
+        self._frozen = True
+        if self._rule.departs:
+            snapshot = await island.freeze()
+            await self.transport.offload(np.copyto, island.frozen, island.local)
+            await self.transport.offload(self.replica.start, self._rule, island.frozen, island.local)
+            await island.resume(reload=True, spent=0.0, outer_step=self.head.outer_step, ahead=ahead)
+        else:
+            snapshot = await island.snapshot(ahead)
+        self._frozen, self._ahead_of_round = False, True
+        return snapshot
+
+    def _theta(self) -> Floats:
+        """What the round averages: θ at the freeze."""
         assert self.island is not None
+        if self._ahead_of_round:
+            assert self.island.frozen is not None
+            return self.island.frozen
+        return self.island.local
+
+    async def _reload_island(self, *, residual: bool = False) -> None:
+        """The local parameters become the global ones; what had not been handed over is gone. So is the residual,
+        unless it is to be kept."""
+        assert self.island is not None
+        if not self._frozen:
+            try:
+                await self._freeze()
+            except ResourceError as error:
+                self._events("warning", message=f"the island did not freeze: {error}")
         self.island.local[:] = self.replica.params
-        if self.replica.residual is not None:
+        if self.replica.residual is not None and not residual:
             self.replica.residual.fill(0)
-        self._frozen = False
+        self._frozen = self._ahead_of_round = False
         await self.island.resume(reload=True, spent=1.0, outer_step=self.head.outer_step)
 
     async def _thaw(self) -> None:
-        """Go on training as before, if a freeze stopped it."""
+        """Go on training as before, if a freeze stopped it, or ahead of a round that has come to nothing."""
         assert self.island is not None
         if self._frozen:
-            self._frozen = False
+            self._frozen = self._ahead_of_round = False
             await self.island.resume(reload=False, spent=0.0, outer_step=self.head.outer_step)
+        elif self._ahead_of_round:
+            self._ahead_of_round = False
+            if self._rule.departs:
+                assert self.island.frozen is not None
+                runs = await self.transport.offload(self.replica.abort, self._rule, self.island.frozen)
+                await self._move_island(runs, spent=0.0, of=None)
+            else:
+                await self.island.resume(reload=False, spent=0.0, outer_step=self.head.outer_step)
+
+    async def _move_island(self, runs: list[Run], *, spent: float, of: Snapshot | None) -> float:
+        """Change the local parameters of an island that trains, by the shift in its ``frozen``; the seconds for which
+        it has stood still since the snapshot."""
+        assert self.island is not None
+        self._ahead_of_round = False
+        try:
+            return await self.island.move(runs, spent=spent, outer_step=self.head.outer_step, of=of)
+        except ResourceError as error:
+            self._frozen = True
+            self._events("warning", message=f"{error}; the inner steps since the last commit are lost")
+            await self._reload_island(residual=True)
+            return 0.0
 
     def _seen(self) -> list[Ballot]:
         return [ballot for limbo in self._limbo for ballot in limbo.round.ballots()][:8]
@@ -1091,13 +1150,14 @@ class Peer:
             "seal", round=seal.round, roster=roster_id.hex(), members=[m.peer for m in seal.members],
             coordinator=seal.coordinator, deadline=seal.deadline,
             bound=seal.deadline + 3 * self._silence,
+            **({"stopped": snapshot.stopped} if self._ahead_of_round else {}),
         )  # fmt: skip
         around = Surroundings(
             self.transport, self.messenger, self.signer, self.manifest, self.layout, self.replica, self._events,
             fetch=self.fetcher.chunks, everyone=lambda: list(self.directory.known), obsolete=self._obsolete,
             afterwards=self._spawn,
         )  # fmt: skip
-        current = Round(around, seal, sealed.signature, roster_id, self.island.local)
+        current = Round(around, seal, sealed.signature, roster_id, self._theta())
         self._round = current
         began, self._round_began = self._round_began, asyncio.Event()
         began.set()
@@ -1118,7 +1178,7 @@ class Peer:
             # A copy, for the others may commit it yet, and then exactly this Δ has been taken over.
             theta = None
             if current.theta is not None:
-                theta = await self.transport.offload(self.island.local.copy)
+                theta = await self.transport.offload(current.theta.copy)
             committed = {hash_of(commit.body.seal) for _, commit in self._commits}
             # A roster for leases brought nothing: it must not push out one that did.
             kept = [limbo for limbo in self._limbo if limbo.theta is not None or limbo.round.ballots()]
@@ -1133,7 +1193,7 @@ class Peer:
                 self._merge(ballot)
         else:
             await self._apply(
-                hash_of(commit.body), commit, current.averaged(commit), me=current.me, frozen=current.theta,
+                hash_of(commit.body), commit, current.averaged(commit), me=current.me, frozen=self._theta(),
                 snapshot=snapshot, seconds=self.transport.now() - started,
             )  # fmt: skip
         finally:
@@ -1191,7 +1251,8 @@ class Peer:
         self, commit_id: bytes, commit: Commit, chunks: list[bytes], *, me: int | None, frozen: Floats | None,
         snapshot: Snapshot | None, seconds: float, lost: bool = False,
     ) -> None:  # fmt: skip
-        """Log a commit, apply it whole, and go on training. The island is frozen."""
+        """Log a commit, apply it whole, and go on training. Where there is no overlap the island is frozen until
+        then, else it trains on but for the moment in which its parameters move."""
         body, island = commit.body, self.island
         if self._checkpointing is not None:
             await self._checkpointing
@@ -1214,39 +1275,48 @@ class Peer:
             await self.transport.offload(self.store.append, commit, chunks)
         except DiskFull as error:
             self._events("warning", message=f"the commit was not logged: {error}")
-        if island is not None and chunks and not self._frozen:
+        last = body.outer_step >= self.manifest.budget.rounds
+        moving = island is not None and bool(chunks) and not self._frozen
+        if moving and island is not None and (island.frozen is None or lost or last):
             # Its θ is about to be written; nothing may be training on it.
+            moving = False
             try:
                 await self._freeze()
             except ResourceError as error:
                 self._events("warning", message=f"the island did not freeze: {error}")
-        local = island.local if island is not None and not lost else None
-        share = await self.transport.offload(
-            self.replica.apply, body, commit_id, chunks, me=me, frozen=frozen, local=local
-        )
+        rule = self._rule if self._ahead_of_round else CARRY
+        applied = await self.transport.offload(
+            self.replica.apply, body, commit_id, chunks, me=me, frozen=frozen, rule=rule,
+            local=island.local if island is not None and not lost and not moving else None,
+            shift=island.frozen if island is not None and moving else None,
+        )  # fmt: skip
         names = [member.peer for member in body.seal.members]
         for member in body.seal.members:
             if member.weight:
                 self._patience.pop(PeerId(member.peer), None)
             if member.peer != self.transport.peer_id:
                 self.directory.heard(PeerId(member.peer))
+        stopped: float | None = None
         if island is not None:
-            spent = share
+            # What was done since the freeze stays, and counts next time; by one rule it is lost instead.
+            of = None if frozen is island.local or rule.merge is Merge.OVERWRITE else snapshot
+            spent = applied.share
             if lost:
                 island.local[:] = self.replica.params
                 if self.replica.residual is not None:
                     self.replica.residual.fill(0)
-                spent = 1.0
-            elif snapshot is not None and snapshot.tokens and frozen is not island.local:
-                now_tokens = island.progress().tokens
-                spent = min(share * snapshot.tokens / now_tokens, 1.0) if now_tokens else 1.0
+                spent, of = 1.0, None
             if me is not None:
-                self.contributed += int(body.seal.members[me].weight * share)
+                self.contributed += int(body.seal.members[me].weight * applied.share)
                 island.lease([lease.span for lease in body.leases if lease.member == me])
-            if self._frozen and not self.finished:  # after the last round there is nothing to train for
+            if moving:
+                stopped = await self._move_island(applied.runs, spent=spent, of=of)
+            elif self._frozen and not self.finished:  # after the last round there is nothing to train for
                 self._frozen = False
-                await island.resume(reload=bool(chunks), spent=spent, outer_step=body.outer_step)
-        self._log_commit(commit_id, commit, names, seconds)
+                await island.resume(reload=bool(chunks), spent=spent, outer_step=body.outer_step, of=of)
+            elif self._ahead_of_round:
+                await self._thaw()  # leases alone: nothing was averaged
+        self._log_commit(commit_id, commit, names, seconds, stopped)
         self._newest = (hash_of(body.seal), commit)
         self._new_head()
         if chunks and (self.head.outer_step % self.manifest.state.checkpoint_every == 0 or self.finished):
@@ -1260,14 +1330,16 @@ class Peer:
         if self.island is not None:
             await self._thaw()
 
-    def _log_commit(self, commit_id: bytes, commit: Commit, names: list[str], seconds: float) -> None:
+    def _log_commit(
+        self, commit_id: bytes, commit: Commit, names: list[str], seconds: float, stopped: float | None
+    ) -> None:
         body = commit.body
         shares = contributed(body.seal, body.chunks, self.layout)
         self._events(
             "commit", round=body.round, outer_step=body.outer_step, height=body.height, id=commit_id.hex(),
             parent=body.parent.hex(), members=names, contributors=dict(zip(names, shares, strict=True)),
             tokens=body.tokens, weight=body.weight, seconds=seconds, lone=len(names) == 1,
-            votes=len(commit.votes), cursor=body.cursor,
+            votes=len(commit.votes), cursor=body.cursor, **({"stopped": stopped} if stopped is not None else {}),
         )  # fmt: skip
 
     async def _checkpoint(self) -> None:
@@ -1311,11 +1383,6 @@ class Peer:
         frozen = limbo.theta if limbo is not None else None
         count = len(body.seal.members)
         averaged = me is not None and any(me in members_in(entry.contributors, count) for entry in body.chunks)
-        if self.island is not None:
-            try:
-                await self._freeze()
-            except ResourceError as error:
-                self._events("warning", message=f"the island did not freeze: {error}")
         lost = averaged and frozen is None
         if lost:
             self._events("warning", message="progress since a void round that was committed after all is dropped")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,15 +17,28 @@ from numpy.typing import NDArray
 from .averaged import check_all
 from .codecs import MAX_MAGNITUDE, Codec, averages_codec
 from .commits import START, Position, members_in, position_of
+from .island import Run
 from .kernels import frozen, subnormals_on, table
 from .layout import ChunkLayout
 from .manifest import Manifest
 from .messages import Body
 from .outer import check_outer
+from .overlap import Overlap, move
 from .state import GlobalState, spread
 from .transport import Transport
 
 Floats = NDArray[np.float32]
+CARRY = Overlap()
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What a commit was to this peer."""
+
+    share: float
+    """Of the fragment, in which this peer's contribution was averaged, 0 … 1."""
+    runs: list[Run]
+    """How the local parameters move, where a shift was asked for."""
 
 
 class Replica:
@@ -124,28 +138,35 @@ class Replica:
         me: int | None = None,
         frozen: Floats | None = None,
         local: Floats | None = None,
-    ) -> float:
+        shift: Floats | None = None,
+        rule: Overlap = CARRY,
+    ) -> Applied:
         """Take one outer step; CPU-heavy, to be run off the event loop.
 
-        me, frozen: this peer's place in the roster and its θ at the freeze, when it contributed. Where its chunk is
-        in the average, the frozen Δ leaves ``local`` and the codec's error stays behind as residual; elsewhere both
-        stay as they were.
-        local: the peer's θ now; it moves with the global parameters. The same array as ``frozen`` when the peer
-        has paused since the freeze.
-        Returns the share (0 … 1) of the fragment in which this peer's contribution was averaged.
+        me, frozen: this peer's place in the roster and its θ at the freeze, when it took part. Where its chunk is
+        in the average, the frozen Δ leaves the local parameters and the codec's error stays behind as residual;
+        elsewhere both stay as they were.
+        local: the peer's θ now, written in place; it moves with the global parameters. The same array as ``frozen``
+        when the peer has paused since the freeze.
+        shift: instead of ``local``, while training goes on: where to write how θ moves, by ``rule``; may be the array
+        ``frozen``, whose use is over with the commit.
         """
         # Everything is checked before the first write; then chunk after chunk, so that it takes no memory to speak of.
         averages = check_all(body, chunks, self.layout, self.codec)
         outer = self.manifest.outer
         check_outer(outer.lr, outer.momentum, outer.optimizer)
+        members = len(body.seal.members)
 
-        def one(index: int) -> int:
-            """Apply one chunk; the number of its elements when this peer's contribution is in it."""
+        def one(index: int) -> tuple[int, Run]:
+            """Apply one chunk; the number of its elements when this peer's contribution is in it, and how θ moves."""
             averaged = averages[index]
             mine = me is not None and frozen is not None and me in members_in(averaged.contributors, members)
-            if not averaged.weight:
-                return 0
             span = self.layout.span(index)
+            run = Run(span.start, span.stop, 1.0)
+            if not averaged.weight and (shift is None or not rule.departs):
+                if shift is not None:
+                    shift[span] = 0
+                return 0, run
             scratch = self._scratch(index)
             if mine and self.residual is not None:
                 assert frozen is not None
@@ -156,25 +177,59 @@ class Replica:
                 self.codec.decode(sent, len(x), residual)
                 np.subtract(x, residual, out=residual)
             new = self.state.params[span]
-            before = None if local is None or (mine and local is frozen) else new.copy()
-            self.averages.decode(averaged.payload, len(scratch), scratch)
-            self.state.step(index, scratch, lr=outer.lr, mu=outer.momentum, kind=outer.optimizer)
-            if local is None:
-                pass
-            elif before is None:
+            start = old = new
+            if frozen is not None and frozen is not local:
+                start = frozen[span]
+                if rule.departs:
+                    start = rule.start(start, new, self.state.momentum[span], np.empty_like(start))
+            if not mine and (local is not None or shift is not None):
+                old = new.copy()
+            if averaged.weight:
+                self.averages.decode(averaged.payload, len(scratch), scratch)
+                self.state.step(index, scratch, lr=outer.lr, mu=outer.momentum, kind=outer.optimizer)
+            if local is None and shift is None:
+                return len(new) if mine else 0, run
+            if mine and local is not None and local is frozen:
                 local[span] = new
-            elif not mine:
-                local[span] += new - before
+                return len(new), run
+            # The mean has been used, so its memory is free.
+            out = shift[span] if shift is not None else scratch
+            if mine:
+                keep = rule.committed(start, new, out)
+            elif frozen is None or frozen is local:
+                keep = CARRY.left_out(old, old, old, new, out)
             else:
-                assert frozen is not None
-                local[span] = new + (local[span] - frozen[span])
-            return len(new) if mine else 0
+                keep = rule.left_out(frozen[span], start, old, new, out)
+            if local is not None:
+                move(local[span], keep, out)
+            return len(new) if mine else 0, Run(span.start, span.stop, keep)
 
-        members = len(body.seal.members)
-        shared = sum(spread(one, range(len(chunks)), 4 * self.layout.chunk))
+        done = spread(one, range(len(chunks)), 4 * self.layout.chunk)
         self.position = position_of(body, commit_id)
         self._digest = None
-        return shared / self.layout.parameters
+        share = sum(size for size, _ in done) / self.layout.parameters
+        return Applied(share, _joined([run for _, run in done]) if shift is not None else [])
+
+    def start(self, rule: Overlap, frozen: Floats, out: Floats) -> None:
+        """θ̃, what training goes on from while a round based on this head is in flight; CPU-heavy."""
+
+        def one(index: int) -> None:
+            span = self.layout.span(index)
+            rule.start(frozen[span], self.state.params[span], self.state.momentum[span], out[span])
+
+        spread(one, range(self.layout.count), 4 * self.layout.chunk)
+
+    def abort(self, rule: Overlap, frozen: Floats) -> list[Run]:
+        """How θ moves when the round ends without a commit: the shift is written into ``frozen``; CPU-heavy."""
+
+        def one(index: int) -> None:
+            span = self.layout.span(index)
+            part = frozen[span]
+            start = rule.start(part, self.state.params[span], self.state.momentum[span], np.empty_like(part))
+            rule.aborted(part, start, part)
+
+        spread(one, range(self.layout.count), 4 * self.layout.chunk)
+        return [Run(0, self.layout.parameters, 1.0)]
 
     def adopt(self, state: GlobalState, position: Position) -> None:
         """Go over to another head's state (a re-synchronisation): the residual is void with it."""
@@ -183,3 +238,14 @@ class Replica:
         self._digest = None
         if self.residual is not None:
             self.residual.fill(0)
+
+
+def _joined(runs: list[Run]) -> list[Run]:
+    """Neighbours with the same ``keep`` as one."""
+    joined: list[Run] = []
+    for run in runs:
+        if joined and (joined[-1].stop, joined[-1].keep) == (run.start, run.keep):
+            joined[-1] = Run(joined[-1].start, run.stop, run.keep)
+        else:
+            joined.append(run)
+    return joined

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from atoll.protocol.overlap import Merge
+
 from .simulated.accounts import Accounts
 from .simulated.faults import KINDS, Chaos
 from .simulated.swarm import Swarm, manifest
@@ -77,7 +79,7 @@ def draw(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         "peers": args.peers[0] + seed % (args.peers[1] - args.peers[0] + 1), "quorum": args.quorum,
         "silence": args.silence, "latency": args.latency, "inner_steps": args.inner_steps, "step_time": args.step_time,
         "uneven": 1.0, "grace": 0.25, "jitter": 0.0, "hidden": 0, "bandwidth": args.bandwidth, "every": args.every,
-        "back": args.back, "codec": "int8",
+        "back": args.back, "codec": "int8", "overlap": args.overlap, "merge": args.merge,
     }  # fmt: skip
     length = args.inner_steps * args.step_time
     if args.vary:
@@ -90,6 +92,9 @@ def draw(args: argparse.Namespace, seed: int) -> dict[str, Any]:
             "hidden": rng.choice([0, 0, settings["peers"] // 3]),
             "every": rng.choice([1.0, 3.0, 10.0]) * length, "back": rng.choice([0.2, 1.0, 3.0]) * length,
         }  # fmt: skip
+        if args.overlap:
+            settings["overlap"] = rng.randint(0, args.overlap)
+            settings["merge"] = args.merge if settings["overlap"] else "carry"
     if settings["every"] is None:
         settings["every"] = 20 * length / settings["peers"]
     if settings["back"] is None:
@@ -102,7 +107,7 @@ def build(settings: dict[str, Any], max_group: int, seed: int) -> Swarm:
     rules = {
         "inner_steps": steps, "quorum": min(settings["quorum"], peers), "max_group": max_group,
         "silence": settings["silence"], "first_lease": 8 * steps, "max_lease": 32 * steps, "weight_cap": 10**6,
-        "grace": settings["grace"],
+        "grace": settings["grace"], "overlap": settings["overlap"], "merge": settings["merge"],
     }  # fmt: skip
     run = manifest(
         parameters=PARAMETERS, round=rules, state={"chunk": CHUNK}, codec={"name": settings["codec"]},
@@ -250,6 +255,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--back", type=float, help="mean seconds until a fault is undone [default: two rounds]")
     parser.add_argument("--inner-steps", type=int, default=20)
+    parser.add_argument(
+        "--overlap", type=int, default=0, help="inner steps made while a round is in flight; with --vary up to so many"
+    )
+    parser.add_argument("--merge", choices=[str(rule) for rule in Merge], default="carry", help="what becomes of them")
     parser.add_argument("--step-time", type=float, default=1.0, help="virtual seconds of an inner step")
     parser.add_argument("--quorum", type=int, default=2)
     parser.add_argument("--max-group", type=int, default=64)

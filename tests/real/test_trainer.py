@@ -22,6 +22,7 @@ from atoll.node.specs import tensor_specs
 from atoll.node.trainer import TrainerProcess
 from atoll.node.worker import NICENESS
 from atoll.protocol.errors import DataError, ResourceError
+from atoll.protocol.island import Run
 from atoll.protocol.messages import Span
 from atoll.protocol.theta0 import theta0
 
@@ -131,6 +132,81 @@ def test_it_trains_on_its_lease_and_stands_still_when_frozen() -> None:
         assert niceness_of_session(island.pid) in (None, NICENESS)
 
     run(body, device="cpu")
+
+
+def test_it_trains_on_from_a_snapshot_and_is_moved_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def at_limit(island: TrainerProcess, steps: int) -> np.ndarray:
+        await until(lambda: island.progress().steps == steps)
+        await asyncio.sleep(0.1)
+        assert island.progress().steps == steps, "it is as far ahead as it may be"
+        return island.local.copy()
+
+    async def body(island: TrainerProcess, events: Events) -> None:
+        assert island.frozen is not None
+        half, n = len(island.local) // 2, len(island.local)
+        shift = np.linspace(-1, 1, n, dtype=np.float32)
+
+        def moved(theta: np.ndarray) -> np.ndarray:
+            return np.concatenate([theta[:half] + shift[:half], shift[half:]])
+
+        runs = [Run(0, half, 1.0), Run(half, n, 0.0)]
+        island.lease([Span(0, 100_000)])
+        await island.resume(reload=True, spent=1, outer_step=0)
+        await until(lambda: island.progress().steps > 10)
+        snapshot = await island.snapshot(5)
+        assert 0 < snapshot.stopped < 1
+        theta = await at_limit(island, snapshot.steps + 5)
+        assert not np.array_equal(island.frozen, theta)
+        assert np.abs(island.frozen - theta).max() < 1, "they are five steps apart"
+        assert snapshot.leased == 100_000 - snapshot.units
+        # Without samples it stays where it is put.
+        island.revoke()
+        island.frozen[:] = shift
+        stopped = await island.move(runs, spent=0.5, outer_step=1, of=snapshot)
+        assert stopped > 0.1, "it has waited at its limit"
+        np.testing.assert_array_equal(island.local, moved(theta))
+        assert island.progress().steps == snapshot.steps + 5 - round(snapshot.steps / 2)
+
+        # A limit is lifted when the round comes to nothing; a pause at a limit survives the child.
+        island.lease([Span(0, 100_000)])
+        before = (await island.snapshot(3)).steps
+        await at_limit(island, before + 3)
+        await island.resume(reload=False, spent=0, outer_step=1)
+        await until(lambda: island.progress().steps > before + 10)
+        snapshot = await island.snapshot(4)
+        theta = await at_limit(island, snapshot.steps + 4)
+        os.kill(island.pid or 0, signal.SIGKILL)
+        await until(lambda: island.failed is not None)
+        await until(lambda: island.failed is None)
+        np.testing.assert_array_equal(await at_limit(island, snapshot.steps + 4), theta)
+
+        # While there is no child, this side does its work; one that does not answer is ended first.
+        monkeypatch.setattr(module, "FREEZE_TIMEOUT", 0.5)
+        for kind in (signal.SIGKILL, signal.SIGSTOP):
+            os.kill(island.pid or 0, kind)
+            if kind is signal.SIGKILL:
+                await until(lambda: island.failed is not None)
+            island.frozen[:] = shift
+            island.revoke()
+            assert await island.move(runs, spent=1, outer_step=2, of=snapshot) == 0
+            np.testing.assert_array_equal(island.local, moved(theta))
+            await until(lambda: island.failed is None)
+            island.lease([Span(0, 100_000)])
+            snapshot = await island.snapshot(4)
+            theta = await at_limit(island, snapshot.steps + 4)
+
+        # If it has begun, nobody knows what it has left.
+        os.kill(island.pid or 0, signal.SIGSTOP)
+        counters = island._memory.read()
+        counters.moved = island._asked + 1
+        island._memory.write(counters)
+        with pytest.raises(ResourceError, match="while its parameters were being moved"):
+            await island.move(runs, spent=1, outer_step=3, of=snapshot)
+        island.local[:] = theta
+        await island.resume(reload=True, spent=1, outer_step=3)
+        await until(lambda: island.progress().steps > 5)
+
+    run(body, device="cpu", overlap=True)
 
 
 def test_two_islands_with_the_same_units_learn_the_same() -> None:
@@ -276,6 +352,7 @@ PARENT = """
 import asyncio, sys
 from atoll.node.config import DataConfig, InnerConfig, ModelConfig
 from atoll.node.trainer import TrainerProcess
+from atoll.protocol.island import Run
 from atoll.protocol.messages import Span
 async def main():
     island = await TrainerProcess.start(ModelConfig.from_table({}), DataConfig(), InnerConfig(), 50, 10, device="cpu")

@@ -72,7 +72,7 @@ class Accounts:
             return "down"
         if island is None or life.peer.replica is None:
             return "joining"
-        if island.frozen:
+        if island.standing:
             return "averaging" if life.peer.state == "averaging" else "entering"
         if island.progress().leased:
             return "training"

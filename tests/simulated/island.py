@@ -9,8 +9,9 @@ from functools import lru_cache
 import numpy as np
 
 from atoll.protocol.errors import ResourceError
-from atoll.protocol.island import Island, Progress, Snapshot
+from atoll.protocol.island import Island, Progress, Run, Snapshot
 from atoll.protocol.messages import Span
+from atoll.protocol.overlap import left, move
 
 NOISES = 257
 
@@ -27,7 +28,7 @@ def noise(unit: int, parameters: int) -> np.ndarray:
 
 
 class SimulatedIsland(Island):
-    """Trains one step every ``step_time`` virtual seconds while it has a lease and is not frozen.
+    """Trains one step every ``step_time`` virtual seconds while it has a lease and is not paused.
 
     A step pulls θ towards ``target`` and adds noise drawn from its sample units, so that every peer's Δ differs and
     the run has a loss (the distance to the target) that falls.
@@ -35,9 +36,10 @@ class SimulatedIsland(Island):
 
     def __init__(
         self, parameters: int, *, step_time: float = 0.1, batch: int = 4, tokens_per_unit: int = 10,
-        target: np.ndarray | None = None, freeze_time: float = 0.0,
+        target: np.ndarray | None = None, freeze_time: float = 0.0, overlap: bool = False,
     ) -> None:  # fmt: skip
         self.local = np.zeros(parameters, np.float32)
+        self.frozen = np.zeros(parameters, np.float32) if overlap else None
         self.target = np.ones(parameters, np.float32) if target is None else target
         self.step_time = step_time
         self.batch = batch
@@ -47,10 +49,14 @@ class SimulatedIsland(Island):
         """Sample units whose progress is in θ and has not been committed."""
         self.used: list[range] = []
         """Every unit ever trained on by this incarnation."""
-        self.frozen = True
+        self.brought: tuple[np.ndarray, tuple[range, ...]] = (self.local.copy(), ())
+        """θ and the pending units at the last freeze or snapshot: what the next roster is given."""
+        self.paused = True
         self.closed = False
+        self.in_flight = 0
+        """Steps made between a snapshot and the end of its round."""
         self.fail_next = False
-        """The next freeze fails, as when a trainer child has died."""
+        """The next freeze, snapshot or move fails, as when a trainer child has died."""
         self.fail_always = False
         self.revoked = 0
         """Units of leases that were taken back unused: their chain was left."""
@@ -59,6 +65,9 @@ class SimulatedIsland(Island):
         self._units = 0
         self._steps = 0
         self._since = 0.0
+        self._until: int | None = None
+        self._still = 0.0
+        """Since when it stands at its limit; 0 while it does not."""
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -70,13 +79,17 @@ class SimulatedIsland(Island):
 
     def _advance(self) -> None:
         """Do the steps that the clock and the lease allow."""
-        if self.frozen or self.closed:
+        if self.paused or self.closed:
             return
         now = self._now()
         for _ in range(int((now - self._since) / self.step_time)):
+            if self._until is not None and self._steps >= self._until:
+                self._still = self._still or self._since
+                break
             if not self._leased:
                 self._since = now
                 break
+            self.in_flight += self._until is not None
             first = self._take(self.batch)
             self.local += np.float32(0.01) * (self.target - self.local)
             self.local += noise(first, len(self.local))
@@ -101,6 +114,12 @@ class SimulatedIsland(Island):
                 self._spans.appendleft(Span(span.start + take, span.count - take))
         return first
 
+    @property
+    def standing(self) -> bool:
+        """Whether it does not train because of a round: paused, or as far ahead of it as it may be."""
+        self._advance()
+        return self.paused or self._still > 0
+
     def progress(self) -> Progress:
         self._advance()
         return Progress(self._steps, self._units * self.tokens_per_unit, self._units, self._leased, self.step_time)
@@ -117,32 +136,75 @@ class SimulatedIsland(Island):
         self._spans.clear()
         self._leased = 0
 
-    async def freeze(self) -> Snapshot:
-        self._advance()
+    def _fail(self) -> None:
         if self.fail_next or self.fail_always:
-            self.fail_next, self.frozen = False, True
+            self.fail_next, self.paused = False, True
             raise ResourceError("the trainer died")
-        self.frozen = True
-        if self.freeze_time:
-            await asyncio.sleep(self.freeze_time)
+
+    def _snapshot(self) -> Snapshot:
+        self.brought = (self.local.copy(), tuple(self.pending))
         return Snapshot(self._steps, self._units * self.tokens_per_unit, self._units, self._leased)
 
-    async def resume(self, *, reload: bool, spent: float, outer_step: int) -> None:
-        if spent > 0:
-            # The oldest go first.
-            drop = self._units - round(self._units * (1 - spent)) if spent < 1 else self._units
-            self._units -= drop
-            while drop:
-                oldest = self.pending[0]
-                take = min(drop, len(oldest))
-                drop -= take
-                if take == len(oldest):
-                    del self.pending[0]
-                else:
-                    self.pending[0] = oldest[take:]
-            self._steps = round(self._steps * (1 - spent)) if spent < 1 else 0
-        self.frozen = False
-        self._since = self._now()
+    async def freeze(self) -> Snapshot:
+        self._advance()
+        self._fail()
+        self.paused = True
+        if self.freeze_time:
+            await asyncio.sleep(self.freeze_time)
+        return self._snapshot()
+
+    async def snapshot(self, ahead: int) -> Snapshot:
+        assert self.frozen is not None
+        assert not self.paused
+        self._advance()
+        self._fail()
+        self.frozen[:] = self.local
+        self._limit(self._steps + ahead)
+        return self._snapshot()
+
+    def _limit(self, until: int | None) -> float:
+        stood = self._now() - self._still if self._still else 0.0
+        if self._still:
+            self._since = self._now()
+        self._until, self._still = until, 0.0
+        return stood
+
+    def _spend(self, spent: float, of: Snapshot | None) -> None:
+        """The oldest go first."""
+        drop = self._units - left(self._units, spent, of.units if of is not None else None)
+        self._units -= drop
+        while drop:
+            oldest = self.pending[0]
+            take = min(drop, len(oldest))
+            drop -= take
+            if take == len(oldest):
+                del self.pending[0]
+            else:
+                self.pending[0] = oldest[take:]
+        self._steps = left(self._steps, spent, of.steps if of is not None else None)
+
+    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> float:
+        assert self.frozen is not None
+        assert not self.paused
+        self._advance()
+        if self.fail_next or self.fail_always:
+            self.local[:] = np.nan
+        self._fail()
+        for run in runs:
+            move(self.local[run.start : run.stop], run.keep, self.frozen[run.start : run.stop])
+        self._spend(spent, of)
+        return self._limit(None)
+
+    async def resume(
+        self, *, reload: bool, spent: float, outer_step: int, of: Snapshot | None = None, ahead: int | None = None
+    ) -> None:
+        assert self.paused or not (reload or spent)
+        self._advance()
+        self._spend(spent, of)
+        self._limit(self._steps + ahead if ahead is not None else None)
+        if self.paused:
+            self._since = self._now()
+        self.paused = False
 
     async def close(self) -> None:
         self.closed = True

@@ -177,7 +177,9 @@ class Swarm:
     def _life(self, name: str, transport: Transport, trains: bool) -> Life:
         island = None
         if trains:
-            island = SimulatedIsland(self.layout.parameters, step_time=self.steps.get(name, 0.1))
+            island = SimulatedIsland(
+                self.layout.parameters, step_time=self.steps.get(name, 0.1), overlap=self.manifest.round.overlap > 0
+            )
         store = Store(
             self.disks[name],
             self.manifest.run_id,
@@ -263,10 +265,11 @@ class Swarm:
         if life.island is None:
             return
         replica = life.peer.replica
-        x = replica.params - life.island.local
+        theta, units = life.island.brought
+        x = replica.params - theta
         if replica.residual is not None:
             x = x + replica.residual
-        self.contributions[(name, fields["roster"])] = Contribution(x, tuple(life.island.pending))
+        self.contributions[(name, fields["roster"])] = Contribution(x, units)
 
     def _committed(self, name: str, fields: dict[str, Any]) -> None:
         commit_id = bytes.fromhex(fields["id"])

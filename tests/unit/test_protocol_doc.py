@@ -53,8 +53,8 @@ def manifest() -> Manifest:
     return Manifest.make(
         "example", parameters=PARAMETERS, theta0=state.digest().hex(), state={"chunk": CHUNK},
         round={
-            "inner_steps": 50, "quorum": 2, "max_group": 16, "silence": 5.0, "grace": 0.25, "overlap": 0, "merge": "carry",
-            "mix": 0.5, "weight_cap": 25600, "first_lease": 100, "max_lease": 400,
+            "inner_steps": 50, "quorum": 2, "max_group": 16, "silence": 5.0, "grace": 0.25, "overlap": 0,
+            "merge": "carry", "mix": 0.5, "weight_cap": 25600, "first_lease": 100, "max_lease": 400,
         },
         outer={"optimizer": "nesterov", "lr": 0.7, "momentum": 0.6}, codec={"name": "int8", "error_feedback": 1.0},
         budget={"rounds": 60},
