@@ -7,10 +7,13 @@ Every line has ``t``, ``event`` and ``peer`` (see :mod:`atoll.protocol.eventlog`
 ``progress``    state, round, outer_step, steps, tokens, contributed, loss, tokens_per_s, bytes_sent, bytes_received,
                 peers; about every second. steps and tokens since the last contribution; contributed: tokens averaged
                 since the process began; bytes: payload bytes of streams since then
-``seal``        round, roster, members, deadline, coordinator
+``seal``        round, roster, members, deadline, coordinator; with overlap stopped: seconds for which training stood
+                still to copy its parameters
 ``void``        round, roster, reason
 ``commit``      round, outer_step, id, parent, members (peer ids), contributors ({peer: share 0 … 1}), tokens and weight
-                (along the chain), seconds (from the seal on), bytes_sent (by this peer, in this round), lone
+                (along the chain), seconds (from the seal on), bytes_sent (by this peer, in this round), lone; with
+                overlap stopped: seconds for which training has stood still since the seal, at the limit of the overlap
+                and to move its parameters
 ``digest``      round, outer_step, commit, digest: the state digest after that commit, hex
 ``evaluation``  round, outer_step, tokens, bytes, val_loss (nats per token); an observer's
 ``refused``     from, reason, fault (hostile, slow, gone): a peer that was not listened to
