@@ -43,6 +43,8 @@ class Counters:
     """Factor of the learning rate in the last step."""
     begun: float = 0.0
     """``time.monotonic()`` when the running step began; 0 between steps."""
+    took: float = 0.0
+    """Seconds of the last step."""
     moved: int = 0
     """Number of the last move of the parameters that was begun: after a death in the middle nobody knows them."""
 

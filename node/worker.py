@@ -224,6 +224,7 @@ class Worker:
         counters.steps += 1
         counters.tokens += self.learner.tokens_per_step
         counters.units += len(units)
+        counters.took = took
         counters.step_time = _smooth(counters.step_time or took, took)
         if loss == loss:
             counters.loss = _smooth(counters.loss if counters.loss == counters.loss else loss, loss)

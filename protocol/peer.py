@@ -1347,6 +1347,11 @@ class Peer:
             await self.replica.digest(self.transport)
             keep = self.donor.in_use()
             await self.transport.offload(self.store.save_checkpoint, self.replica.position, self.replica.state, keep)
+            # It is valid with this head only: a crash before the next commit finds it, a later one begins without.
+            if self.replica.residual is not None:
+                await self.transport.offload(
+                    self.store.save_residual, self.replica.position.head.id, self.replica.residual
+                )
         except (ResourceError, StateError) as error:
             self._events("warning", message=f"no checkpoint was written: {error}")
 

@@ -144,7 +144,9 @@ def half_written(folder: Path) -> list[str]:
 
 def test_four_rounds(tmp_path: Path) -> None:
     with place(tmp_path) as here:
-        manifest = small_manifest(text_folder(tmp_path / "text"), budget={"rounds": 4}, state={"checkpoint_every": 50})
+        manifest = small_manifest(
+            text_folder(tmp_path / "text"), budget={"rounds": 4}, state={"checkpoint_every": 50}, round={"overlap": 20}
+        )
         swarm = Swarm(here, manifest)
         nodes = [swarm.start(name) for name in "abc"]
         assert {process.name: process.ended(90) for process in nodes} == dict.fromkeys("abc", 0), swarm.story()
@@ -169,6 +171,10 @@ def test_four_rounds(tmp_path: Path) -> None:
             *names
         }
         no_sample_twice(manifest, nodes)
+        # While rounds were in flight they trained on; in the last there was nothing to run ahead for.
+        for process in nodes:
+            assert {event["outer_step"] for event in process.all("commit") if "stopped" in event} >= {2, 3}
+            assert all("stopped" not in event for event in process.all("commit") if event["outer_step"] == 4)
 
         swarm.bootstrap.signal(signal.SIGTERM)
         assert swarm.bootstrap.ended(LEAVE) == 0

@@ -239,6 +239,34 @@ def test_a_restarted_peer_resumes_from_its_disk() -> None:
     assert [name for _, name, _ in swarm.named("resumed")] == ["p1"]
 
 
+@pytest.mark.parametrize("delay", [0.1, 3.0])
+def test_the_residual_is_kept_with_the_checkpoint_of_its_commit(delay: float) -> None:
+    """A crash before the next commit finds it again; after that it belongs to no head that there is, and is dropped."""
+    swarm = build(3, seed=7, budget={"rounds": 9}, codec={"name": "int4"})
+    kept: list[bool] = []
+
+    def hook(name: str, event: str, fields: dict[str, Any]) -> None:
+        residual = swarm.life("p1").peer.replica.residual if event in ("digest", "resumed") and name == "p1" else None
+        if event == "digest" and name == "p1" and fields["outer_step"] == 5 and not swarm.named("resumed"):
+            swarm.network.loop.kernel_at(swarm.network.loop.time() + delay, swarm.crash, "p1")
+        elif event == "resumed":
+            assert residual is not None
+            kept.append(bool(residual.any()))
+
+    swarm.hooks.append(hook)
+
+    async def main() -> None:
+        while not swarm.hosts["p1"].dead:
+            await asyncio.sleep(0.1)
+        swarm.restart("p1")
+        while not all(swarm.life(f"p{i}").done for i in range(3)) and swarm.network.loop.time() < 300:
+            await asyncio.sleep(0.5)
+
+    swarm.network.run(main())
+    assert swarm.violations == []
+    assert kept == [delay < 1]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_chaos(seed: int) -> None:
     """Crashes, power cuts, freezes, cuts and dying trainers at random; an archive keeps the run's end available."""

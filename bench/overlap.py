@@ -1,0 +1,272 @@
+"""What a round in flight costs the trainer: ``python -m bench.overlap``.
+
+A node's own trainer child (one thread, AdamW) trains a model of some 10M parameters while its peer goes through real
+rounds over libp2p with another one, which brings numbers but does not train: its processes are bound to the last core,
+since in a run they would be on another machine. Inner steps that a round in flight touches (from the copy at the
+freeze until the digest after the commit is known) are compared with all others of the same run: the ratio of the
+medians, and of the means. ``copy`` is one copy of the parameters between the same two memories, measured after the
+run; ``freeze`` and ``move`` are how long training stood still in a round, at the contribution and at the commit.
+
+First on loopback, where a round is as dense as it can be, then behind links of so many Mbit/s (needs root).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atoll.node.trainer import TrainerProcess
+from atoll.protocol.island import Island, Progress, Run, Snapshot
+from atoll.protocol.messages import Span
+
+from ._common import Crew, Row, table, write_rows
+from ._network import Network, Unavailable, enter
+
+BATCH, CONTEXT = 2, 128
+COLUMNS = [
+    ("mbit", "Mbit/s", ".0f"), ("millions", "M params", ".1f"), ("codec", "codec", "s"), ("rounds", "rounds", "d"),
+    ("flight", "in flight s", ".2f"), ("inside", "steps in", "d"), ("outside", "steps out", "d"),
+    ("step_ms", "step ms", ".1f"), ("ratio", "in/out, median", ".3f"), ("mean_ratio", "mean", ".3f"),
+    ("copy_ms", "copy ms", ".1f"), ("freeze_ms", "freeze ms", ".1f"), ("move_ms", "move ms", ".1f"),
+]  # fmt: skip
+POLL = 0.004
+"""Seconds between two looks at the trainer's counters."""
+
+
+class Watched(TrainerProcess):
+    """A trainer that writes down its inner steps, and when rounds were in flight."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.steps: list[tuple[float, float]] = []
+        """Beginning and end of each step, by the monotonic clock."""
+        self.departed: list[float] = []
+        self.froze: list[float] = []
+        self.moved: list[float] = []
+
+    async def watch_steps(self) -> None:
+        drawn, begun = 0, 0.0
+        while True:
+            counters = self._memory.read()
+            if counters.begun and counters.drawn != drawn:
+                if counters.drawn - drawn == self._batch and begun:
+                    self.steps.append((begun, begun + counters.took))
+                drawn, begun = counters.drawn, counters.begun
+            await asyncio.sleep(POLL)
+
+    async def snapshot(self, ahead: int) -> Snapshot:
+        snapshot = await super().snapshot(ahead)
+        self.departed.append(time.monotonic())
+        self.froze.append(snapshot.stopped)
+        return snapshot
+
+    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> float:
+        stopped = await super().move(runs, spent=spent, outer_step=outer_step, of=of)
+        self.moved.append(stopped)
+        return stopped
+
+
+class Idle(Island):
+    """It claims a round's steps as soon as it has samples, and moves by a little noise."""
+
+    def __init__(self, parameters: int, steps: int) -> None:
+        self.local = np.zeros(parameters, np.float32)
+        self._noise = np.random.default_rng(1).standard_normal(parameters, np.float32) * np.float32(1e-4)
+        self._steps, self._leased, self._used = steps, 0, 0
+
+    def progress(self) -> Progress:
+        wanted = self._steps * BATCH
+        if not self._used and self._leased >= wanted:
+            self._used, self._leased = wanted, self._leased - wanted
+        return Progress(self._steps if self._used else 0, self._used * CONTEXT, self._used, self._leased, 0.01)
+
+    def lease(self, spans: list[Span]) -> None:
+        self._leased += sum(span.count for span in spans)
+
+    def revoke(self) -> None:
+        self._leased = 0
+
+    async def freeze(self) -> Snapshot:
+        progress = self.progress()
+        if progress.steps:
+            self.local += self._noise
+        return Snapshot(progress.steps, progress.tokens, progress.units, progress.leased)
+
+    async def resume(
+        self, *, reload: bool, spent: float, outer_step: int, of: Snapshot | None = None, ahead: int | None = None
+    ) -> None:
+        self._used = 0 if spent else self._used
+
+    async def snapshot(self, ahead: int) -> Snapshot:
+        raise NotImplementedError("it has no second memory, so it is never asked")
+
+    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> float:
+        raise NotImplementedError("it has no second memory, so it is never asked")
+
+    async def close(self) -> None:
+        pass
+
+
+def peer_main(connection: Connection, index: int, options: dict[str, Any]) -> None:
+    """Entry of a peer's process: 0 trains, 1 does not. Answers its addresses, then takes the other's and runs."""
+    if index and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    if options["namespaces"]:
+        enter(options["namespaces"][index])  # before any thread is started
+    asyncio.run(_peer(connection, index, options))
+
+
+async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> None:
+    from atoll.node.config import DataConfig, InnerConfig, ModelConfig
+    from atoll.node.run_defaults import new_manifest
+    from atoll.node.specs import tensor_specs
+    from atoll.protocol import kernels
+    from atoll.protocol.hivemind_transport import HivemindTransport
+    from atoll.protocol.identity import load_or_create_identity
+    from atoll.protocol.layout import ChunkLayout
+    from atoll.protocol.peer import Peer
+    from atoll.protocol.records import RecordGate
+    from atoll.protocol.store import Store
+    from atoll.protocol.theta0 import theta0
+
+    steps = options["steps"]
+    manifest = new_manifest(
+        "overlap", preset="10m", model={"context": CONTEXT}, batch=BATCH, optimizer="adamw", inner_steps=steps,
+        overlap=options["overlap"], codec=options["codec"], rounds=options["rounds"], quorum=2,
+        state={"checkpoint_every": 1000},
+    )  # fmt: skip
+    kernels.warm_up()
+    model = ModelConfig.from_table(manifest.model)
+    layout = ChunkLayout(manifest.state.parameters, manifest.state.chunk)
+    flights: list[float] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        signer = load_or_create_identity(folder / "key")
+        transport = await HivemindTransport.create(
+            identity_path=folder / "key", run_id=manifest.run_id, seeds=options["seeds"],
+            validator=RecordGate(manifest.run_id, signer), listen=[f"/ip4/{options['hosts'][index]}/tcp/0"],
+            threads=2, require_seed=False,
+        )  # fmt: skip
+        connection.send((True, [f"{address}/p2p/{transport.peer_id}" for address in transport.addresses()]))
+        island: Watched | Idle = Idle(layout.parameters, steps)
+        if index == 0:
+            trainer = await Watched.start(
+                model, DataConfig.from_table(manifest.data), InnerConfig.from_table(manifest.inner), steps,
+                options["rounds"], device="cpu", threads=1, overlap=True,
+            )  # fmt: skip
+            assert isinstance(trainer, Watched)
+            island = trainer
+        store = Store.open(folder / "store", manifest.run_id, layout)
+
+        def events(event: str, /, **fields: Any) -> None:
+            if event == "digest":
+                flights.append(time.monotonic())
+            elif event == "warning" or (event == "void" and fields["roster"]):
+                print(f"peer {index}: {event} {fields}", file=sys.stderr, flush=True)
+
+        peer = Peer(
+            transport=transport, signer=signer, manifest=manifest, store=store, events=events, island=island,
+            theta0=lambda: theta0(model.seed, tensor_specs(model)), linger=5.0,
+        )  # fmt: skip
+        order, addresses = await asyncio.to_thread(connection.recv)
+        assert order == "run"
+        watching = asyncio.create_task(island.watch_steps()) if isinstance(island, Watched) else None
+        if index:
+            transport.learn(addresses[0].rsplit("/p2p/", 1)[1], [a.rsplit("/p2p/", 1)[0] for a in addresses])
+        await peer.run()
+        answer: Row = {}
+        if isinstance(island, Watched) and watching is not None:
+            watching.cancel()
+            answer = judge(island, flights) | {"params": layout.parameters, "copy_ms": 1000 * copying(island)}
+        await island.close()
+        await transport.close()
+        store.close()
+        connection.send((True, answer))
+
+
+def copying(island: Watched) -> float:
+    """Seconds of one copy of the parameters, the median of some."""
+    assert island.frozen is not None
+    times = []
+    for _ in range(15):
+        began = time.perf_counter()
+        np.copyto(island.frozen, island.local)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def judge(island: Watched, digests: Sequence[float]) -> Row:
+    """Steps with a round in flight against the others, from the second round on."""
+    flights = [(begin, min((at for at in digests if at > begin), default=begin)) for begin in island.departed][2:]
+    inside, outside = [], []
+    for begin, end in island.steps:
+        if begin < flights[0][0]:
+            continue
+        touched = any(begin < stop and start < end for start, stop in flights)
+        (inside if touched else outside).append(end - begin)
+    return {
+        "rounds": len(flights),
+        "flight": statistics.median(stop - start for start, stop in flights),
+        "inside": len(inside),
+        "outside": len(outside),
+        "step_ms": 1000 * statistics.median(outside),
+        "ratio": statistics.median(inside) / statistics.median(outside),
+        "mean_ratio": statistics.mean(inside) / statistics.mean(outside),
+        "freeze_ms": 1000 * statistics.median(island.froze[2:]),
+        "move_ms": 1000 * statistics.median(island.moved[2:]),
+    }
+
+
+def measure(mbit: float, options: argparse.Namespace) -> Row:
+    """One run; ``mbit`` 0: loopback."""
+    with ExitStack() as stack:
+        network = stack.enter_context(Network(2, mbit, 0.0)) if mbit else None
+        setup: dict[str, Any] = {
+            "steps": options.steps, "overlap": options.overlap, "rounds": options.rounds, "codec": options.codec,
+            "hosts": network.addresses if network else ["127.0.0.1"] * 2, "seeds": [],
+            "namespaces": network.names if network else [],
+        }  # fmt: skip
+        crew = stack.enter_context(Crew(peer_main, 2, setup))
+        greetings = crew.greetings()
+        patience = 600.0
+        answers = crew.ask("run", each=[greetings[1], greetings[0]], patience=patience)
+    return answers[0] | {"mbit": mbit or None, "millions": answers[0]["params"] / 1e6, "codec": options.codec}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mbit", type=float, nargs="*", default=[0, 50], help="0: loopback")
+    parser.add_argument("--steps", type=int, default=24, help="inner steps in a round (H)")
+    parser.add_argument("--overlap", type=int, default=16, help="inner steps that may run ahead (τ)")
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--codec", default="int8")
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces go whatever ends us
+    rows = []
+    for mbit in options.mbit:
+        try:
+            rows.append(measure(mbit, options))
+        except Unavailable as error:
+            print(f"links cannot be shaped on this machine: {error}", file=sys.stderr)
+            return 7
+        write_rows(options.json, rows)
+    print(table(rows, COLUMNS))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
