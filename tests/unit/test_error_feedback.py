@@ -6,6 +6,8 @@ contributes; what a reducer does is done here by the specification (docs/protoco
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +21,7 @@ from atoll.protocol.commits import START, Position, bitmap, make_body
 from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.messages import Body, ChunkEntry, Member, Seal, hash_of
+from atoll.protocol.overlap import Merge, Overlap, move
 from atoll.protocol.replica import Replica
 from atoll.protocol.state import GlobalState
 
@@ -106,40 +109,75 @@ class Group:
 
 
 def apply(group: Group, me: int, body: Body, chunks: list[bytes], masks: list[int], later: np.ndarray | None) -> None:
-    """Apply at one peer, and compare each chunk with the rules. ``later``: what it trained since the freeze."""
+    """Apply at one peer that has paused or gone on by carry, and compare each chunk with the rules. ``later``: what it
+    trained since the freeze."""
     peer, layout = group.peers[me], group.layout
     replica, frozen = peer.replica, peer.theta
     local = frozen
     if later is not None:
         local = frozen + later
         peer.trained += local.astype(np.float64) - frozen
-    before = None if replica.residual is None else replica.residual.copy()
     old, unmoved = replica.params.copy(), local.copy()
-    x = [replica.contribution(index, frozen) for index in range(layout.count)]
-    sent = [group.decoded(index, group.codec.encode(x[index])) for index in range(layout.count)]
-    share = replica.apply(body, hash_of(body), chunks, me=me, frozen=frozen, local=local)
+    with checked(group, me, masks):
+        share = replica.apply(body, hash_of(body), chunks, me=me, frozen=frozen, local=local).share
     mine = [index for index in range(layout.count) if masks[index] >> me & 1]
     assert share == sum(layout.size(index) for index in mine) / SIZE
     for index in range(layout.count):
         span = layout.span(index)
         new = replica.params[span]
-        if index in mine:
-            peer.handed[span] += sent[index]
-            if replica.residual is not None:
-                np.testing.assert_array_equal(replica.residual[span], x[index] - sent[index])
-            if later is None:
-                np.testing.assert_array_equal(local[span], new)
-        else:
-            if before is not None:
-                assert replica.residual is not None
-                np.testing.assert_array_equal(replica.residual[span], before[span])
+        if index not in mine:
             np.testing.assert_array_equal(local[span], unmoved[span] + (new - old[span]))
+        elif later is None:
+            np.testing.assert_array_equal(local[span], new)
     peer.theta = local
+
+
+@contextlib.contextmanager
+def checked(group: Group, me: int, masks: list[int]) -> Iterator[None]:
+    """Around a commit: where the peer is in the average, the residual is what the codec lost, elsewhere it stays."""
+    peer, layout = group.peers[me], group.layout
+    replica, frozen = peer.replica, peer.theta.copy()
+    before = None if replica.residual is None else replica.residual.copy()
+    x = [replica.contribution(index, frozen) for index in range(layout.count)]
+    sent = [group.decoded(index, group.codec.encode(x[index])) for index in range(layout.count)]
+    yield
+    for index in range(layout.count):
+        span, mine = layout.span(index), bool(masks[index] >> me & 1)
+        if mine:
+            peer.handed[span] += sent[index]
+        if replica.residual is not None:
+            assert before is not None
+            np.testing.assert_array_equal(replica.residual[span], x[index] - sent[index] if mine else before[span])
+
+
+def fly(
+    group: Group, me: int, rule: Overlap, later: np.ndarray, commit: tuple[Body, list[bytes], list[int]] | None
+) -> None:
+    """A round in flight at one peer, which trains on from where ``rule`` says; None: it ends without a commit."""
+    peer = group.peers[me]
+    replica, frozen = peer.replica, peer.theta.copy()
+    theta = np.empty_like(frozen)
+    replica.start(rule, frozen, theta)
+    begun = theta.astype(np.float64)
+    theta += later
+    peer.trained += theta - begun
+    if commit is None:
+        residual = None if replica.residual is None else replica.residual.copy()
+        runs = replica.abort(rule, frozen)
+        if residual is not None:
+            np.testing.assert_array_equal(replica.residual, residual)
+    else:
+        body, chunks, masks = commit
+        with checked(group, me, masks):
+            runs = replica.apply(body, hash_of(body), chunks, me=me, frozen=frozen, shift=frozen, rule=rule).runs
+    for run in runs:
+        move(theta[run.start : run.stop], run.keep, frozen[run.start : run.stop])
+    peer.theta = theta
 
 
 rounds = st.lists(
     st.tuples(
-        st.sampled_from(["commit", "commit", "overlap", "void"]),
+        st.sampled_from(["commit", "overlap", "void", "eager", "delay", "void eager", "void delay"]),
         st.lists(st.integers(0, 2**PEERS - 1), min_size=3, max_size=3),
         st.lists(st.integers(1, 5000), min_size=PEERS, max_size=PEERS),
         st.integers(-4, 1),
@@ -162,6 +200,13 @@ def test_nothing_is_lost_and_nothing_counts_twice(
         for peer in group.peers:
             peer.train(rng, 10.0**exponent)
         body, chunks = group.commit(masks, weights)
+        if kind.split()[-1] in ("eager", "delay"):
+            rule = Overlap(Merge(kind.split()[-1]), lr=0.5, mu=0.5)
+            for me in range(PEERS):
+                later = (0.1 * rng.standard_normal(SIZE)).astype(np.float32)
+                fly(group, me, rule, later, None if kind.startswith("void") else (body, chunks, masks))
+            group.position = group.peers[0].replica.position
+            continue
         if kind == "void":
             # The contributions went out; nobody applies, and what would go out now is the same to the last bit.
             for peer in group.peers:
@@ -172,13 +217,11 @@ def test_nothing_is_lost_and_nothing_counts_twice(
                 if residual is not None:
                     np.testing.assert_array_equal(peer.replica.residual, residual)
             continue
-        later = [
-            (0.1 * rng.standard_normal(SIZE)).astype(np.float32) if kind == "overlap" else None for _ in range(PEERS)
-        ]
         for me in range(PEERS):
-            apply(group, me, body, chunks, masks, later[me])
+            on = (0.1 * rng.standard_normal(SIZE)).astype(np.float32) if kind == "overlap" else None
+            apply(group, me, body, chunks, masks, on)
         group.position = group.peers[0].replica.position
-        assert len({peer.replica.state.digest() for peer in group.peers}) == 1
+    assert len({peer.replica.state.digest() for peer in group.peers}) == 1
     for peer in group.peers:
         scale = np.abs(peer.trained).max() + np.abs(peer.replica.params).max() + np.abs(peer.handed).max() + 1
         np.testing.assert_allclose(peer.handed + peer.owed(), -peer.trained, atol=2e-5 * scale)
