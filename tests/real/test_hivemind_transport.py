@@ -182,6 +182,7 @@ def test_limits_closing_and_defects(tmp_path: Path) -> None:
                 await caught.put(error)
                 with pytest.raises(StreamClosed):
                     await stream.receive()
+                await stream.send(b"it can still be told")
                 raise
 
         async def slow(stream: Stream) -> None:
@@ -208,6 +209,7 @@ def test_limits_closing_and_defects(tmp_path: Path) -> None:
             error = await caught.get()
             assert isinstance(error, FrameTooLarge)
             assert error.peer == client.peer_id
+            assert await stream.receive() == b"it can still be told"
             await stream.close()
 
             stream = await client.open(server.peer_id, "slow", timeout=5)
