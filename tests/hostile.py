@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import random
 import re
 import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ class Case:
     fault: str = "hostile"
     counts: int = 0
     """Chunks of each part in which the hostile member's contribution counts all the same, from the first on."""
+    as_member: bool = False
+    """Whether it is a case of a member towards reducers, or of a reducer towards members."""
     ends: bool = True
     """Whether the other side ends the stream before the round does."""
 
@@ -363,33 +366,36 @@ async def empty_frames(wire: Wire) -> None:
 
 
 MEMBER = [
-    Case(wrong_shape_short, r"values in int8 takes \d+ bytes, received", counts=1),
-    Case(wrong_shape_long, r"a frame of \d+ bytes", counts=1),
-    Case(end_too_early, "the end after chunk", counts=1),
-    Case(end_with_a_wrong_count, "an end that does not fit", counts=ALL),
-    Case(end_with_a_wrong_hash, "an end that does not fit", counts=ALL),
-    Case(index_out_of_range, "chunk 4294967295 where", counts=1),
-    Case(index_of_another_part, r"chunk \d+ where \d+ was due", counts=1),
-    Case(chunk_twice, r"chunk \d+ where \d+ was due", counts=1),
-    Case(not_a_number, "what no encoder writes", counts=1),
-    Case(beyond_the_bound, "what no encoder writes", counts=1),
-    Case(constant, counts=ALL),
-    Case(half_a_chunk, r"no chunk \d+ in", fault="gone", counts=1),
-    Case(stall, r"no chunk \d+ in", fault="slow", counts=1, ends=False),
-    Case(trickle, r"no chunk \d+ in", fault="slow", counts=1, ends=False),
-    Case(stall_before_the_hello, r"no chunk \d+ in", fault="gone", ends=False),
-    Case(huge_message, "a frame of 536870912 bytes", counts=1),
-    Case(two_streams, "two streams for one part", counts=ALL, ends=False),
-    Case(pickle_as_hello, "malformed Hello"),
-    Case(pickle_as_chunk, "frame of kind 128|a frame of", counts=1),
-    Case(pickle_without_a_frame, "a frame of|frame of kind 128", counts=1),
-    Case(another_roster, "did not sign|a deadline of"),
-    Case(roster_without_it, "that not both are in"),
-    Case(part_of_another, "is not this peer's", fault="slow"),
-    Case(bytes_after_the_end, "after the end|a frame of", counts=ALL),
-    Case(wrong_kind, "frame of kind 2|a frame of", counts=1),
-    Case(wrong_version, "frame of kind 129", counts=1),
-    Case(empty_frames, "a reduce frame of 0 bytes", counts=1),
+    replace(case, as_member=True)
+    for case in [
+        Case(wrong_shape_short, r"values in int8 takes \d+ bytes, received", counts=1),
+        Case(wrong_shape_long, r"a frame of \d+ bytes", counts=1),
+        Case(end_too_early, "the end after chunk", counts=1),
+        Case(end_with_a_wrong_count, "an end that does not fit", counts=ALL),
+        Case(end_with_a_wrong_hash, "an end that does not fit", counts=ALL),
+        Case(index_out_of_range, "chunk 4294967295 where", counts=1),
+        Case(index_of_another_part, r"chunk \d+ where \d+ was due", counts=1),
+        Case(chunk_twice, r"chunk \d+ where \d+ was due", counts=1),
+        Case(not_a_number, "what no encoder writes", counts=1),
+        Case(beyond_the_bound, "what no encoder writes", counts=1),
+        Case(constant, counts=ALL),
+        Case(half_a_chunk, r"no chunk \d+ in", fault="gone", counts=1),
+        Case(stall, r"no chunk \d+ in", fault="slow", counts=1, ends=False),
+        Case(trickle, r"no chunk \d+ in", fault="slow", counts=1, ends=False),
+        Case(stall_before_the_hello, r"no chunk \d+ in", fault="gone", ends=False),
+        Case(huge_message, "a frame of 536870912 bytes", counts=1),
+        Case(two_streams, "two streams for one part", counts=ALL, ends=False),
+        Case(pickle_as_hello, "malformed Hello"),
+        Case(pickle_as_chunk, "frame of kind 128|a frame of", counts=1),
+        Case(pickle_without_a_frame, "a frame of|frame of kind 128", counts=1),
+        Case(another_roster, "did not sign|a deadline of"),
+        Case(roster_without_it, "that not both are in"),
+        Case(part_of_another, "is not this peer's", fault="slow"),
+        Case(bytes_after_the_end, "after the end|a frame of", counts=ALL),
+        Case(wrong_kind, "frame of kind 2|a frame of", counts=1),
+        Case(wrong_version, "frame of kind 129", counts=1),
+        Case(empty_frames, "a reduce frame of 0 bytes", counts=1),
+    ]
 ]
 
 
@@ -527,6 +533,45 @@ REDUCER = [
 ]
 
 
+def at_random(seed: int, *, as_member: bool) -> Case:
+    """Sound frames, damaged ones and noise, in any order, with pauses."""
+
+    async def noise(wire: Wire) -> None:
+        rng = random.Random(f"{seed} {wire.stream.peer}")
+        if as_member:
+            await wire.stream.send(encode(wire.hello) if rng.random() < 0.9 else rng.randbytes(rng.randrange(400)))
+        due = wire.part.first
+        for _ in range(rng.randrange(1, 12)):
+            index = due if rng.random() < 0.7 else rng.choice([due + 1, wire.last, 2**31, wire.part.first])
+            known = min(index, wire.last)
+            payload = bytearray(wire.payload(known) if as_member else wire.averaged(known))
+            kind = CONTRIBUTION if as_member else AVERAGE
+            match rng.choice(["frame"] * 6 + ["damaged", "damaged", "cut", "noise", "alive", "end", "pause", "close"]):
+                case "frame":
+                    await wire.frame(kind, index, payload)
+                    due += index == due
+                case "damaged":
+                    for _ in range(rng.randrange(1, 4)):
+                        payload[rng.randrange(len(payload))] ^= 1 << rng.randrange(8)
+                    await wire.frame(kind, index, payload)
+                    due += index == due
+                case "cut":
+                    await wire.frame(kind, index, payload[: rng.randrange(len(payload))])
+                case "noise":
+                    await wire.stream.send(rng.randbytes(rng.randrange(200)))
+                case "alive":
+                    await wire.stream.send(bytes([ALIVE]))
+                case "end":
+                    await wire.end(count=wire.count if rng.random() < 0.5 else rng.randrange(9))
+                case "pause":
+                    await asyncio.sleep(rng.uniform(0, 1.5) * wire.round.silence)
+                case "close":
+                    await wire.stream.close()
+            due = min(due, wire.last)
+
+    return Case(noise, as_member=as_member, ends=False)
+
+
 class HostileRound(Round):
     """A round in which this peer does what a case says on its reduce streams, and is an ordinary member otherwise."""
 
@@ -538,7 +583,7 @@ class HostileRound(Round):
 
     @property
     def _reduces(self) -> bool:
-        return self.case in REDUCER or self.case not in MEMBER
+        return not self.case.as_member
 
     def _wire(self, part: Part, stream: Stream, hello: Hello) -> Wire:
         wire = Wire(self, part, stream, hello, marker=self.marker)
@@ -651,7 +696,7 @@ class Attack:
         # What a coordinator can do besides is for the tests of control messages.
         led = seal.coordinator == self.hostile
         part = any(seal.members[part.reducer].peer == self.hostile for part in seal.parts)
-        ready = weighed and not led and (part or self.case in MEMBER)
+        ready = self.case is not None and weighed and not led and (part or self.case.as_member)
         if around.transport.peer_id != self.hostile or self.case is None or not ready:
             return Round(around, seal, signature, roster_id, theta)
         hostile = HostileRound(around, seal, signature, roster_id, theta)
