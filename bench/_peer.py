@@ -200,14 +200,20 @@ class BenchPeer:
     def _recent(self, digest: bytes) -> bytes | None:
         return None if self.current is None else self.current.held.get(digest)
 
-    async def round(self, number: int) -> dict[str, Any]:
-        """One round with everyone, to its commit. The roster of a number is the same at every peer."""
+    async def round(self, number: int, rates: list[float] | None = None) -> dict[str, Any]:
+        """One round with everyone, to its commit. The roster of a number is the same at every peer.
+
+        rates: bytes per second of each peer's link, as the roster states them; unknown, and equal parts, without."""
         from atoll.protocol.calling import Calling, make_seal
         from atoll.protocol.messages import GENESIS, Member, hash_of
         from atoll.protocol.round import Round, Surroundings
         from atoll.protocol.transport import PeerId
 
-        members = [Member(peer, bytes([number] * 16), 1000, 50, 100, 0.0, 0.0, True) for peer, _ in self.book]
+        rates = rates or [0.0] * len(self.book)
+        members = [
+            Member(peer, bytes([number] * 16), 1000, 50, 100, rate, rate, True)
+            for (peer, _), rate in zip(self.book, rates, strict=True)
+        ]
         calling = Calling(bytes([number] * 16), number, GENESIS, set())
         calling.entered = {PeerId(member.peer): member for member in members[1:]}
         seal = make_seal(
@@ -247,11 +253,15 @@ class BenchPeer:
         committed = time.monotonic()
         self.commit = commit
         return {
+            "parts": [(self._place(seal.members[part.reducer].peer), part.count) for part in seal.parts],
             "began": began, "whole": whole, "committed": committed, "commit": hash_of(commit.body).hex(),
             "sent": self.transport.bytes_sent - sent,
             "contributors": len(commit.votes),
             "cpu": cpu(os.getpid()) - used[0], "daemon_cpu": cpu(self.transport.daemon_pid or 0) - used[1],
         }  # fmt: skip
+
+    def _place(self, peer: str) -> int:
+        return next(index for index, (known, _) in enumerate(self.book) if known == peer)
 
     async def let_go(self) -> None:
         """Wait until nothing of an earlier round is left: its averages stay for T, for whoever still reads them."""

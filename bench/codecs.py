@@ -7,7 +7,7 @@ what is lost over the norm of the values, for normally distributed values and fo
 freedom. ``--json FILE`` writes the rows.
 
 torch.compile may contract and reassociate, so its bytes are compared and not trusted; it runs in a process of its own
-that is ended when compiling takes too long. bitsandbytes is measured where it is installed.
+that is ended when compiling takes too long. bitsandbytes is measured where it is installed (``atoll[bench]``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench._common import Row, table, write_rows
 
 from atoll.protocol import kernels
 from atoll.protocol.codecs import CODECS
@@ -34,6 +33,8 @@ from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.outer import outer_step
 from atoll.protocol.state import GlobalState
 from atoll.protocol.theta0 import TensorSpec, fill
+
+from ._common import Row, table, write_rows
 
 CHUNK = 65536
 PIECE = 1 << 20
@@ -299,15 +300,18 @@ def main() -> None:
                 rows += compiled_rows(options)
             else:
                 rows += rows_of(implementation, options)
+        except ModuleNotFoundError as error:
+            rows.append({"codec": "-", "implementation": implementation, "note": f"{error.name} is not installed"})
         except (ImportError, RuntimeError) as error:
-            print(f"{implementation}: left out, {error}")
+            rows.append({"codec": "-", "implementation": implementation, "note": str(error)[:100]})
     titles = [
         (f"{operation} {n}", f"{operation}, {n} thr.", ".2f") for operation in OPERATIONS for n in options.threads
     ]
     columns = [("codec", "GB/s of float32", ""), ("implementation", "by", ""), *titles]
     columns += [("ratio", "smaller", ".1f"), ("error normal", "error normal", ".4f"), ("error t3", "error t3", ".4f")]
     rows.sort(key=lambda row: (list(CODECS).index(row["codec"]) if row["codec"] in CODECS else 99, row["codec"]))
-    print(table(rows, [*columns, ("specified bytes", "bytes as specified", "")]), flush=True)
+    columns += [("specified bytes", "bytes as specified", ""), ("note", "", "")]
+    print(table(rows, columns), flush=True)
     more = list(others(options))
     speeds = [(f"speed {n}", f"{n} thr.", ".2f") for n in options.threads]
     print("", table(more, [("what", "GB/s of float32", ""), *speeds]), sep="\n", flush=True)
