@@ -201,6 +201,14 @@ class Peer:
         """Calls for leases on behalf of a peer since it last contributed, and when the next may be."""
         self._doubts: dict[PeerId, tuple[float, float]] = {}
         """Who claimed a head that could not be had: how long that was not believed, and until when."""
+        self._reluctant: dict[PeerId, tuple[float, float]] = {}
+        """Who stood first, lived, and did not call: for how long others go first, and until when."""
+        self._deaf: dict[PeerId, tuple[float, float]] = {}
+        """Who did not answer a call of this peer: for how long it is not waited for, and until when."""
+        self._sealless: dict[PeerId, tuple[float, float]] = {}
+        """Who lived, and sealed nothing after this peer had entered its call: for how long it may not call this peer,
+        and until when."""
+        self._ready_since: float | None = None
         self._reports: dict[PeerId, tuple[Report, float]] = {}
         # The own part in a round.
         self._base_since = transport.now()
@@ -506,10 +514,8 @@ class Peer:
 
     def _forget(self, peer: PeerId) -> None:
         """A peer has been gone for long: nothing is kept of it."""
-        tables = (
-            self._heads, self._ahead, self._reports, self._ranks, self._doubts, self._patience, self._strikes,
-        )  # fmt: skip
-        for table in tables:
+        said = (self._heads, self._ahead, self._reports, self._ranks)
+        for table in (*said, self._doubts, self._patience, self._strikes, self._reluctant, self._deaf, self._sealless):
             table.pop(peer, None)
         self.messenger.forget(peer)
 
@@ -517,7 +523,10 @@ class Peer:
 
     def _ordered(self) -> list[PeerId]:
         peers = [*self.directory.candidates(), self.transport.peer_id]
-        return order(peers, rank=self._rank, voids=self._voids, unreachable=self.messenger.unreachable())
+        away = self.messenger.unreachable()
+        for table in (self._reluctant, self._sealless):
+            away += [peer for peer in table if self._is_put_off(table, peer)]
+        return order(peers, rank=self._rank, voids=self._voids, unreachable=away)
 
     def _rank(self, peer: PeerId) -> bytes:
         known = self._ranks.get(peer)
@@ -552,20 +561,19 @@ class Peer:
             return
         told: tuple[Head, bool] | None = None
         told_at, beat = float("-inf"), 0
-        ready_since: float | None = None
         every = min(REPORT_EVERY, self._silence / 2.5)
         while True:
             self._report_now.clear()
             report = self._own_report()
             now = self.transport.now()
-            ready_since = (ready_since or now) if report.ready else None
+            self._ready_since = (self._ready_since or now) if report.ready else None
             self._note_readiness(report)
             self._say_whether_it_trains(report)
             news = (report.head, report.ready) != told
             if news or now >= told_at + every:
                 others = [peer for peer in self._ordered() if peer != self.transport.peer_id]
                 # Whoever has waited long tells everyone: views of the order may differ.
-                patient = self.finished or (ready_since is not None and now - ready_since > 2 * self._silence)
+                patient = self.finished or self._waited_long()
                 beat = 0 if news else beat + 1
                 self.messenger.post_all(others if patient else others[: 1 if beat % 2 else 3], report)
                 told, told_at = (report.head, report.ready), now
@@ -574,6 +582,28 @@ class Peer:
             if not report.ready and report.leased:
                 pause = min(pause, max(report.eta, self._silence / 50))
             await self._report_now.wait(pause)
+
+    def _put_off(self, table: dict[PeerId, tuple[float, float]], peer: PeerId) -> None:
+        """Do without a peer for a while, twice as long each time: from 8T to 64T."""
+        pause = min(2 * table.get(peer, (4 * self._silence, 0.0))[0], 64 * self._silence)
+        table[peer] = (pause, self.transport.now() + pause)
+
+    def _is_put_off(self, table: dict[PeerId, tuple[float, float]], peer: PeerId) -> bool:
+        return peer in table and table[peer][1] > self.transport.now()
+
+    def _waited_long(self) -> bool:
+        """Whether this peer has been ready for so long that something is wrong with who should have called."""
+        return self._ready_since is not None and self.transport.now() - self._ready_since > 2 * self._silence
+
+    def _pass_over(self, coordinator: PeerId) -> None:
+        """Somebody calls after all have waited long: whoever stood before it did not do its office, and stands behind
+        all others for a while, each time a longer one. That is this peer's own view, and excludes nobody."""
+        if not self._waited_long():
+            return
+        for peer in self._ordered():
+            if peer in (coordinator, self.transport.peer_id):
+                return
+            self._put_off(self._reluctant, peer)
 
     def _say_whether_it_trains(self, report: Report) -> None:
         """Without samples a peer stands still until a commit brings some; it must not look as if it trained."""
@@ -628,6 +658,8 @@ class Peer:
         for peer in self._ordered():
             if peer == self.transport.peer_id:
                 return True
+            if self._doubts.get(peer, (0.0, now))[1] > now:
+                continue  # it says that it is elsewhere, and that could not be verified
             known = self.directory.known.get(peer)
             since = max(self._base_since, known.since if known is not None else 0.0, self.messenger.epoch)
             here = self._heads.get(peer) == self.head and not self._reached(
@@ -653,7 +685,8 @@ class Peer:
         """What to call now, if anything: a round when a quorum of the live is ready and grace is over; leases alone
         when somebody has no samples and the next round is not near."""
         rules, now = self.manifest.round, self.transport.now()
-        live = self._live()
+        # Who does not answer calls makes no quorum, whatever it reports.
+        live = {peer: report for peer, report in self._live().items() if not self._is_put_off(self._deaf, peer)}
         if len(live) > 1:
             self._alone_since = now
         elif not self._reached(self._alone_since + 3 * self._silence):
@@ -752,6 +785,9 @@ class Peer:
         invitation = _Invitation(peer, call)
         if call.call in self._called_here:
             return
+        if self._is_put_off(self._sealless, peer):
+            self.messenger.post(peer, Refuse(call.call, self.head))
+            return
         if self._engaged is not None:
             mine = self._engaged == self.transport.peer_id and self._calling is not None
             if mine and self._earlier(peer, self.transport.peer_id):
@@ -773,6 +809,7 @@ class Peer:
 
     def _answered(self, peer: PeerId, message: Enter | Busy | Refuse) -> None:
         calling = self._calling
+        self._deaf.pop(peer, None)
         if calling is None or calling.nonce != message.call:
             if isinstance(message, Enter):
                 self.messenger.post(peer, Release(message.call))
@@ -1019,6 +1056,7 @@ class Peer:
     async def _coordinate(self, due: Due) -> None:
         """Call, collect, seal, and take part."""
         rules, now = self.manifest.round, self.transport.now()
+        self._pass_over(self.transport.peer_id)
         live = self._live()
         live.pop(self.transport.peer_id, None)
         chosen = sorted(live, key=lambda peer: -live[peer].tokens)
@@ -1031,7 +1069,8 @@ class Peer:
         chosen = chosen[: rules.max_group - 1]
         spare = [p for p in self.directory.candidates() if p not in live and not self.messenger.failing(p)]
         leases = due is Due.LEASES
-        calling = Calling(self.transport.random.randbytes(16), self._last_round + 1, self.head, set(chosen), leases)
+        awaited = {peer for peer in chosen if not self._is_put_off(self._deaf, peer)}
+        calling = Calling(self.transport.random.randbytes(16), self._last_round + 1, self.head, awaited, leases)
         self._calling, self._engaged = calling, self.transport.peer_id
         call = Call(calling.nonce, calling.round, 0, self.head, due is Due.LEASES)
         called = [*chosen, *spare[: rules.max_group - 1 - len(chosen)]]
@@ -1059,6 +1098,9 @@ class Peer:
                 except TimeoutError:
                     self.messenger.post_all(list(calling.busy), call)
             self._calling = None
+            for peer in calling.expected - calling.answered - calling.busy.keys():
+                # It reports and does not answer: it is called all the same, and waited for again after a while.
+                self._put_off(self._deaf, peer)
             if any(self._earlier(other, self.transport.peer_id) for other in calling.busy.values()):
                 return
             if any(self._merge(ballot) for ballot in unite([*self._seen(), *calling.seen])):
@@ -1095,6 +1137,7 @@ class Peer:
         coordinator, call = invitation.coordinator, invitation.call
         if call.base != self.head:
             return
+        self._pass_over(coordinator)
         self._engaged, self._awaited = coordinator, call
         self._called_here[call.call] = None
         self._sealed = asyncio.get_running_loop().create_future()
@@ -1125,7 +1168,10 @@ class Peer:
         entered = self.transport.now()
         while not self._sealed.done():
             waited = self.transport.now() - entered
-            if self.messenger.silent_for(coordinator, entered) > self._silence * 1.5 or waited > 4 * self._silence:
+            silent = self.messenger.silent_for(coordinator, entered) > self._silence * 1.5
+            if silent or waited > 4 * self._silence:
+                if not silent:
+                    self._put_off(self._sealless, coordinator)
                 self._voids[coordinator] = self._voids.get(coordinator, 0) + 1
                 self._events("void", round=self._last_round + 1, roster="", reason="no seal came")
                 return None
@@ -1290,6 +1336,8 @@ class Peer:
             local=island.local if island is not None and not lost and not moving else None,
             shift=island.frozen if island is not None and moving else None,
         )  # fmt: skip
+        self._reluctant.pop(PeerId(body.seal.coordinator), None)
+        self._sealless.pop(PeerId(body.seal.coordinator), None)
         names = [member.peer for member in body.seal.members]
         for member in body.seal.members:
             if member.weight:

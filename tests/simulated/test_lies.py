@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -176,6 +177,25 @@ async def claim_heads_and_let_wait(swarm: Swarm, peer: Peer) -> None:
     await peer.transport.serve(SYNC, wait_for_ever)
 
 
+async def claim_heads_in_all_it_says_and_take_no_part(swarm: Swarm, peer: Peer) -> None:
+    claimed = Head(b"\1" * 32, 99, 2**62, 99, 99)
+    send, send_all = peer.messenger.post, peer.messenger.post_all
+
+    def lie(message: Any) -> Any:
+        return msgspec.structs.replace(message, head=claimed) if isinstance(message, Report | Heard) else message
+
+    peer.messenger.post = lambda to, message: send(to, lie(message))  # type: ignore[method-assign]
+    peer.messenger.post_all = lambda to, message: send_all(to, lie(message))  # type: ignore[method-assign]
+    await take_no_part(swarm, peer)
+    await claim_heads_and_let_wait(swarm, peer)
+
+
+async def take_no_part(swarm: Swarm, peer: Peer) -> None:
+    """It lives, reports that it is ready, and neither calls nor answers a call."""
+    peer._due = lambda: None  # type: ignore[method-assign]
+    peer._called = lambda *_: None  # type: ignore[method-assign]
+
+
 LIES = [
     enter_leases_with_weight,
     say_that_there_are_no_samples,
@@ -214,3 +234,37 @@ def test_the_others_go_on(lie: Lie) -> None:
     assert all(swarm.life(name).done for name in HONEST), {n: swarm.life(n).peer.head for n in HONEST}
     assert len({swarm.life(name).peer.head for name in HONEST}) == 1
     assert swarm.violations == []
+
+
+@lru_cache(maxsize=1)
+def commits_without_a_liar() -> int:
+    return commits_of_short_rounds(None)
+
+
+def commits_of_short_rounds(lie: Lie | None) -> int:
+    """Commits of four peers in 40 s, with rounds of a quarter of T, so that every wait shows; p3 tells the lie."""
+    swarm = Swarm(manifest(budget={"rounds": 1000}, round={"quorum": 1, "inner_steps": 5}), seed=1)
+    for name in [*HONEST, "p3"]:
+        swarm.add(name)
+    swarm.ignored.add("p3")
+
+    async def main() -> int:
+        while len(swarm.commits) < 4:
+            await asyncio.sleep(0.1)
+        if lie is not None:
+            await lie(swarm, swarm.life("p3").peer)
+        await asyncio.sleep(20)
+        before = len(swarm.commits)
+        await asyncio.sleep(40)
+        return len(swarm.commits) - before
+
+    count = swarm.network.run(main())
+    assert swarm.violations == []
+    return count
+
+
+@pytest.mark.parametrize(("lie", "share"), [(claim_heads_in_all_it_says_and_take_no_part, 0.8), (take_no_part, 0.45)])
+def test_a_peer_that_does_not_do_its_part_costs_less_and_less(lie: Lie, share: float) -> None:
+    """It stands first in a quarter of the rounds. Waiting for it costs T, or 3T and grace, and twice as long passes
+    each time before it is waited for again."""
+    assert commits_of_short_rounds(lie) >= share * commits_without_a_liar()
