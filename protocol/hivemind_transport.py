@@ -527,18 +527,15 @@ class HivemindTransport(Transport):
 
     async def _arrived(self, name: str, peer: PeerId, pipe: Pipe) -> None:
         handler = self._handlers.get(name)
-        standing = self._quota.take(peer) if handler is not None and self._closing is None else None
-        if handler is None or standing is None:
+        if handler is None or self._closing is not None or not self._quota.take(peer):
             log.debug("a stream of %s for %s was turned away", peer, name)
             pipe.close()
             return
-        task = asyncio.create_task(self._handle(self._stream(pipe, peer), name, handler, standing))
+        task = asyncio.create_task(self._handle(self._stream(pipe, peer), name, handler))
         self._handling.add(task)
         task.add_done_callback(self._handling.discard)
 
-    async def _handle(
-        self, stream: FrameStream, name: str, handler: Callable[[Stream], Awaitable[None]], standing: Standing
-    ) -> None:
+    async def _handle(self, stream: FrameStream, name: str, handler: Callable[[Stream], Awaitable[None]]) -> None:
         try:
             await handler(stream)
         except TransportError as error:
@@ -549,7 +546,7 @@ class HivemindTransport(Transport):
             )
         finally:
             await stream.close()
-            self._quota.give(stream.peer, standing)
+            self._quota.give(stream.peer)
 
     # The end
 

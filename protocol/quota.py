@@ -30,27 +30,49 @@ PLACES = {
 
 
 class StreamQuota:
-    """Counts the streams that others have opened. ``standing`` is asked at each arrival; a stream keeps the place of
-    the standing with which it arrived."""
+    """Counts the streams that others have opened. ``standing`` is asked at each arrival, and again of everybody when
+    places run out: a stream that came from somebody unknown is not counted as such once its peer is known."""
 
     def __init__(self, standing: Callable[[PeerId], Standing] = lambda peer: Standing.KNOWN) -> None:
         self.standing = standing
-        self._total: Counter[Standing] = Counter()
         self._held: Counter[PeerId] = Counter()
+        self._counted: dict[PeerId, Standing] = {}
+        """As what the streams of each peer are counted."""
+        self._total: Counter[Standing] = Counter()
 
-    def take(self, peer: PeerId) -> Standing | None:
-        """A place for one more stream of ``peer``, to be given back by :meth:`give`; None when it gets none."""
-        standing = self.standing(peer)
+    def take(self, peer: PeerId) -> bool:
+        """Whether there is a place for one more stream of ``peer``; it is to be given back by :meth:`give`."""
+        standing = self._count(peer)
         places = PLACES[standing]
-        if self._held.get(peer, 0) >= places.each or self._total[standing] >= places.all:
-            return None
+        full = self._total[standing] >= places.all
+        if full:
+            for other in self._held:
+                self._count(other)
+            full = self._total[standing] >= places.all
+        if full or self._held.get(peer, 0) >= places.each:
+            self._forget(peer)
+            return False
         self._held[peer] += 1
         self._total[standing] += 1
+        return True
+
+    def give(self, peer: PeerId) -> None:
+        """A stream has ended."""
+        self._held[peer] -= 1
+        self._total[self._counted[peer]] -= 1
+        self._forget(peer)
+
+    def _count(self, peer: PeerId) -> Standing:
+        """Count a peer's streams as what it is now."""
+        standing, held = self.standing(peer), self._held.get(peer, 0)
+        before = self._counted.get(peer)
+        if before is not None and before is not standing:
+            self._total[before] -= held
+            self._total[standing] += held
+        self._counted[peer] = standing
         return standing
 
-    def give(self, peer: PeerId, standing: Standing) -> None:
-        """A stream has ended."""
-        self._total[standing] -= 1
-        self._held[peer] -= 1
-        if not self._held[peer]:
-            del self._held[peer]
+    def _forget(self, peer: PeerId) -> None:
+        if not self._held.get(peer, 0):
+            self._held.pop(peer, None)
+            self._counted.pop(peer, None)

@@ -284,35 +284,30 @@ class SimTransport(Transport):
         if dial.abandoned or caller.process.state == DEAD:
             return
         handler = self._handlers.get(dial.protocol)
-        standing: Standing | None = None
         answer: SimStream | str
         if self.process.state == DEAD or self.closed:
             answer = "connection refused"
         elif handler is None:
             answer = "the peer does not serve this protocol"
-        elif (standing := self._quota.take(caller.peer_id)) is None:
+        elif not self._quota.take(caller.peer_id):
             answer = "the peer takes no more streams"
         else:
             wire = network.connect(caller, self, dial.protocol)
             answer = wire.near
-            task = self.process.create_task(
-                self._handle(handler, wire.far, standing), name=f"{dial.protocol}<{caller.host.name}"
-            )
+            task = self.process.create_task(self._handle(handler, wire.far), name=f"{dial.protocol}<{caller.host.name}")
             self._tasks[task] = None
             task.add_done_callback(self._handled)
         back = network.link_between(self.host.name, caller.host.name)
         back.carry(network.loop.clock + back.delay(), lambda: dial.tell(answer))
 
-    async def _handle(
-        self, handler: Callable[[Stream], Awaitable[None]], stream: SimStream, standing: Standing
-    ) -> None:
+    async def _handle(self, handler: Callable[[Stream], Awaitable[None]], stream: SimStream) -> None:
         try:
             await handler(stream)
         except* TransportError as errors:
             _log.debug("%s: a stream of %s failed: %s", self.host.name, stream.peer, errors.exceptions[0])
         finally:
             await stream.close()
-            self._quota.give(stream.peer, standing)
+            self._quota.give(stream.peer)
 
     def _handled(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
