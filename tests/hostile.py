@@ -719,7 +719,7 @@ def constant_where_it_is_sent(current: HostileRound, x: np.ndarray) -> None:
 
 def verdict(
     case: Case, attack: Attack, ids: Mapping[str, str], refused: Sequence[tuple[str, Mapping[str, Any]]],
-    commit: Commit, *, as_member: bool,
+    commit: Commit,
 ) -> list[str]:  # fmt: skip
     """What is wrong with how the honest came out of a round: sentences, none when all is well.
 
@@ -739,7 +739,7 @@ def verdict(
     if not case.reason and any(name in HONEST for name, _ in refused):
         wrong.append(f"nothing is wrong with it, and it is refused: {refused}")
     reducers = {part.reducer for part in seal.parts}
-    expected = [n for n in HONEST if numbers[n] in reducers] if as_member else []
+    expected = [n for n in HONEST if numbers[n] in reducers] if case.as_member else []
     if case.reason and (not named or not set(expected) <= set(named)):
         wrong.append(f"named by {named}, expected {expected or 'somebody'}: {refused}")
     for part in seal.parts:
@@ -750,7 +750,7 @@ def verdict(
                 continue  # whoever averaged it in the end; that the mean is right is checked elsewhere
             if not set(honest) <= set(inside):
                 wrong.append(f"chunk {index} is the mean of {inside}, without one of {honest}")
-            counts = not as_member or index - part.first < case.counts
+            counts = not case.as_member or index - part.first < case.counts
             if (numbers[HOSTILE] in inside) != counts:
                 wrong.append(f"chunk {index} (of {part}) is the mean of {inside}, the hostile is {numbers[HOSTILE]}")
     if attack.marker.exists():

@@ -47,7 +47,7 @@ from ..simulated.swarm import Swarm, manifest
 
 pytestmark = pytest.mark.real
 
-SILENCE = 1.5
+SILENCE = 2.0
 LIMIT = 60.0
 """Seconds for one case on a busy machine; most take less than one."""
 
@@ -118,7 +118,7 @@ class RealSwarm(Swarm):
         }
         return commit if said.issuperset(HONEST) else None
 
-    async def play(self, case: Case, *, as_member: bool) -> None:
+    async def play(self, case: Case) -> None:
         attack = self.attack
         for name in self.lives:
             self.life(name).peer._strikes.clear()  # of the cases before: it would get no part for many commits
@@ -131,7 +131,7 @@ class RealSwarm(Swarm):
 
         def wrong() -> list[str]:
             seen = [(n, f) for _, n, kind, f in self.events[first:] if kind == "refused"]
-            return verdict(case, attack, self.ids, seen, commit, as_member=as_member)
+            return verdict(case, attack, self.ids, seen, commit)
 
         # The commit may come before the news of what was wrong beside it.
         with contextlib.suppress(AssertionError):
@@ -180,13 +180,13 @@ def little_memory(case: Case) -> Iterator[None]:
 @pytest.mark.parametrize("case", MEMBER, ids=lambda case: case.name)
 def test_a_hostile_member(swarm: tuple[asyncio.Runner, RealSwarm], case: Case) -> None:
     with little_memory(case):
-        swarm[0].run(swarm[1].play(case, as_member=True))
+        swarm[0].run(swarm[1].play(case))
 
 
 @pytest.mark.parametrize("case", REDUCER, ids=lambda case: case.name)
 def test_a_hostile_reducer(swarm: tuple[asyncio.Runner, RealSwarm], case: Case) -> None:
     with little_memory(case):
-        swarm[0].run(swarm[1].play(case, as_member=False))
+        swarm[0].run(swarm[1].play(case))
 
 
 def test_who_is_unknown_takes_a_few_places_only(swarm: tuple[asyncio.Runner, RealSwarm], tmp_path: Path) -> None:

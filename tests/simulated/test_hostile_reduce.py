@@ -86,7 +86,7 @@ def test_a_hostile_member(case: Case, tmp_path: Path, monkeypatch: pytest.Monkey
     commit = swarm.of_roster(swarm.attack.rosters[0])
     assert commit is not None, swarm.named("void")
     refused = [(name, fields) for _, name, fields in swarm.named("refused")]
-    assert verdict(case, swarm.attack, swarm.ids, refused, commit, as_member=True) == []
+    assert verdict(case, swarm.attack, swarm.ids, refused, commit) == []
 
 
 @pytest.mark.parametrize("case", REDUCER, ids=lambda case: case.name)
@@ -96,7 +96,7 @@ def test_a_hostile_reducer(case: Case, tmp_path: Path, monkeypatch: pytest.Monke
     commit = swarm.of_roster(swarm.attack.rosters[0])
     assert commit is not None, swarm.named("void")
     refused = [(name, fields) for _, name, fields in swarm.named("refused")]
-    assert verdict(case, swarm.attack, swarm.ids, refused, commit, as_member=False) == []
+    assert verdict(case, swarm.attack, swarm.ids, refused, commit) == []
 
 
 def test_a_reducer_that_tells_everyone_another_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
