@@ -845,6 +845,7 @@ class Peer:
                 raise PeerMisbehaved("a seal that is not what was called for")
         except PeerMisbehaved as error:
             self._refuse(coordinator, str(error))
+            self._put_off(self._sealless, coordinator)
             self._voids[coordinator] = self._voids.get(coordinator, 0) + 1
             self._resolve_seal(None)
             return
