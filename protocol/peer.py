@@ -239,6 +239,10 @@ class Peer:
         self._checkpointing: asyncio.Task[None] | None = None
         self._round_started = transport.now()
         self._spurned: deque[bytes] = deque(maxlen=64)
+        self._callers: dict[PeerId, None] = {}
+        """Who has called on this base."""
+        self._fruitless = 0
+        """Own calls on this base that came to nothing."""
         self._called_here: dict[bytes, None] = {}
         """Calls entered on this base: none is entered twice, or one roster could be signed twice."""
         self._unfit: dict[PeerId, None] = {}
@@ -487,6 +491,8 @@ class Peer:
         self._voids.clear()
         self._ranks.clear()
         self._called_here.clear()
+        self._callers.clear()
+        self._fruitless = 0
         self._unfit.clear()
         now = self._base_since
         self._ahead = {
@@ -596,14 +602,17 @@ class Peer:
         return self._ready_since is not None and self.transport.now() - self._ready_since > 2 * self._silence
 
     def _pass_over(self, coordinator: PeerId) -> None:
-        """Somebody calls after all have waited long: whoever stood before it did not do its office, and stands behind
-        all others for a while, each time a longer one. That is this peer's own view, and excludes nobody."""
+        """Somebody calls after all have waited long: who stood before it, lives, and has not called on this base does
+        not do its office, and stands behind all others for a while, each time a longer one. That is this peer's own
+        view, and excludes nobody."""
         if not self._waited_long():
             return
         for peer in self._ordered():
             if peer in (coordinator, self.transport.peer_id):
                 return
-            self._put_off(self._reluctant, peer)
+            here = self._heads.get(peer) == self.head and self.messenger.silent_for(peer, 0.0) <= self._silence
+            if here and peer not in self._callers:
+                self._put_off(self._reluctant, peer)
 
     def _say_whether_it_trains(self, report: Report) -> None:
         """Without samples a peer stands still until a commit brings some; it must not look as if it trained."""
@@ -782,6 +791,7 @@ class Peer:
             self._learn_head(peer, call.base)
             self.messenger.post(peer, Refuse(call.call, self.head))
             return
+        self._callers[peer] = None
         invitation = _Invitation(peer, call)
         if call.call in self._called_here:
             return
@@ -1078,7 +1088,10 @@ class Peer:
         self.messenger.post_all(called, call)
         own: tuple[Member, Snapshot] | None = None
         # A random part breaks ties between two that give way to each other.
-        self._rests_until = now + self._silence * (0.1 + 0.1 * self.transport.random.random())
+        # Each fruitless call makes it rest longer: where views differ, many may call at once, again and again.
+        rest = self._silence * 2 ** min(self._fruitless, 5)
+        self._rests_until = now + rest * (0.1 + 0.1 * self.transport.random.random())
+        self._fruitless += 1
         try:
             own = await self._enter(call)
             # A step may take longer than T on a large island, and a peer answers a call after its step.

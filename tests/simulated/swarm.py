@@ -194,6 +194,7 @@ class Swarm:
             transport=transport, signer=self.signer(transport),
             manifest=self.manifest, store=store, theta0=lambda: start_params(self.layout.parameters), events=events,
             island=island, name=name, linger=20.0 if trains else float("inf"),
+            reachable=getattr(self.hosts[name], "reachable", True),
         )  # fmt: skip
         life = Life(peer, island, self.hosts[name])
         self.lives[name].append(life)
