@@ -655,11 +655,15 @@ class Peer:
         """Peers at this head whose reports are fresh; the own one included."""
         live = {
             peer: report for peer, (report, at) in self._reports.items()
-            if report.head == self.head and self.messenger.silent_for(peer, at) <= self._silence
+            if report.head == self.head and self.transport.now() < self._gone_at(peer, at)
         }  # fmt: skip
         if self.island is not None:
             live[self.transport.peer_id] = self._own_report()
         return live
+
+    def _gone_at(self, peer: PeerId, since: float) -> float:
+        """When a peer that says nothing more counts as gone, its silence counted from ``since`` at the earliest."""
+        return max(self.messenger.heard(peer), since, self.messenger.epoch) + self._silence
 
     def _leads(self) -> bool:
         """Whether every candidate ahead of this peer is silent, or elsewhere, for long enough."""
@@ -671,9 +675,7 @@ class Peer:
                 continue  # it says that it is elsewhere, and that could not be verified
             known = self.directory.known.get(peer)
             since = max(self._base_since, known.since if known is not None else 0.0, self.messenger.epoch)
-            here = self._heads.get(peer) == self.head and not self._reached(
-                max(self.messenger.heard(peer), since) + self._silence
-            )
+            here = self._heads.get(peer) == self.head and not self._reached(self._gone_at(peer, since))
             if here or not (self.messenger.failing(peer) or self._reached(since + self._silence)):
                 # The order must exclude nobody: if who is ahead does not call in all that time, this peer does.
                 ready = self._quorum_since if self._quorum_since is not None else now
@@ -727,7 +729,8 @@ class Peer:
             if (report.leased or report.tokens) and not report.ready and (report.eta or over - now) <= over - now
         ]  # fmt: skip
         for peer in late:
-            self._reached(self.messenger.heard(peer) + self._silence)  # then it counts as gone
+            if peer in self._reports:  # the own is never late by silence
+                self._reached(self._gone_at(peer, self._reports[peer][1]))
         return Due.ROUND if self._reached(over) or not late else None
 
     # --- receiving -----------------------------------------------------------------------------------------------

@@ -364,3 +364,31 @@ def test_a_peer_that_has_left_leaves_no_task_behind() -> None:
 
     assert swarm.network.run(main()) == []
     assert swarm.violations == []
+
+
+def test_a_coordinator_waits_for_a_late_peer_until_it_is_silent_and_no_longer() -> None:
+    """p2 would be ready within the grace window, and dies in it: the round begins the moment p2 counts as gone."""
+    swarm = Swarm(manifest(budget={"rounds": 1}, round={"grace": 1.0}), steps={"p2": 0.5})
+    for name in ("p0", "p1", "p2"):
+        swarm.add(name)
+    gone: list[float] = []
+
+    def watch(name: str, event: str, fields: dict[str, Any]) -> None:
+        if event == "seal" and fields["round"] > 1 and not gone:
+            peer = swarm.life("p0").peer
+            gone.append(peer.messenger.heard(swarm.hosts["p2"].peer_id) + SILENCE)
+
+    async def main() -> None:
+        while swarm.life("p2").peer.head.height == 0:
+            await asyncio.sleep(0.01)
+        for name in ("p0", "p1"):
+            swarm.life(name).island.step_time = 0.4  # type: ignore[union-attr]
+        swarm.hooks.append(watch)
+        await asyncio.sleep(8.5)  # the others are ready after 8 s, and p2 after 10
+        swarm.crash("p2")
+        while not gone:
+            await asyncio.sleep(0.01)
+
+    swarm.network.run(main())
+    called = swarm.named("seal")[-1][0]
+    assert called - gone[0] < 0.1 * SILENCE
