@@ -34,8 +34,8 @@ class Calling:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def enter(self, peer: PeerId, message: Enter) -> None:
-        """A peer enters; what it says of another than itself is ignored."""
-        if message.member.peer == peer:
+        """A peer enters, once; what it says of another than itself is ignored."""
+        if message.member.peer == peer and peer not in self.entered:
             self.entered[peer] = message.member
             self.seen.extend(message.seen)
         self.busy.pop(peer, None)

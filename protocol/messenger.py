@@ -13,6 +13,8 @@ from .messages import MAX_MEMBERS, decode, encode
 from .transport import PeerId, Stream, Transport
 
 PROTOCOL = "control/1"
+MAX_HEARD = 8192
+"""Peers of whom it is remembered when they were heard: more than are known at once; ids cost nothing."""
 QUEUE_LIMIT = 256
 """Messages kept for a peer that takes none; beyond it the oldest go first, since news replaces news."""
 
@@ -135,7 +137,10 @@ class Messenger:
 
     def _note(self, peer: PeerId, at: float) -> None:
         if at > self._last_heard.get(peer, float("-inf")):
+            self._last_heard.pop(peer, None)
             self._last_heard[peer] = at
+            if len(self._last_heard) > MAX_HEARD:
+                del self._last_heard[next(iter(self._last_heard))]
 
     # --- sending -------------------------------------------------------------------------------------------------
 

@@ -232,6 +232,8 @@ class Peer:
         self._commits: deque[tuple[bytes, Commit]] = deque(maxlen=16)
         self._newest: tuple[bytes, Commit] | None = None
         """The head's commit, if this process applied it, and its roster."""
+        self._told_end: dict[PeerId, float] = {}
+        """When members of that roster that still pinged it were last sent the commit."""
         self._better_since: float | None = None
         self._looking: asyncio.Task[None] | None = None
         self._plan: Plan | None = None
@@ -299,10 +301,10 @@ class Peer:
 
     async def _leave(self) -> None:
         self._set_state("leaving")
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := list(self._tasks):  # a round that is cut off leaves its last streams to be seen off
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         if self._checkpointing is not None:
             await asyncio.gather(self._checkpointing, return_exceptions=True)
         await self.messenger.close()
@@ -737,6 +739,8 @@ class Peer:
 
     def _receive(self, peer: PeerId, message: Control) -> None:
         self.directory.heard(peer)
+        if peer not in self.directory.known and not self._in_round(peer):
+            return  # there is no room for more peers, so nothing is kept of this one
         match message:
             case Report():
                 self._reports[peer] = (message, self.transport.now())
@@ -873,9 +877,8 @@ class Peer:
             self._round.receive(peer, message)
             return
         if self._newest is not None and message.roster == self._newest[0]:
-            # It has missed how that round ended; a moment's delay is no sign of it.
-            if isinstance(message, Ping) and self.transport.now() - self._base_since > self._silence / 5:
-                self.messenger.post(peer, Committed(self._newest[1]))
+            if isinstance(message, Ping):
+                self._tell_end(peer, self._newest[1])
             return
         if isinstance(message, Ballot):
             for limbo in self._limbo:
@@ -884,6 +887,16 @@ class Peer:
                     return
         if not isinstance(message, Ping) and sum(sender == peer for sender, _ in self._early) < 8:
             self._early.append((peer, message))
+
+    def _tell_end(self, peer: PeerId, commit: Commit) -> None:
+        """A member still pings the roster of the head: it has missed how that round ended, unless it is only late."""
+        now, pause = self.transport.now(), self._silence / 5
+        if now - max(self._base_since, self._told_end.get(peer, self._base_since)) <= pause:
+            return
+        # A commit is large and a ping small: nobody else gets one for the asking, and nobody one after another.
+        if any(member.peer == peer for member in commit.body.seal.members):
+            self._told_end[peer] = now
+            self.messenger.post(peer, Committed(commit))
 
     def _offer_commit(self, peer: PeerId, commit: Commit) -> None:
         """A commit arrived: this round's, the next one for this head, or a sign that this peer is behind."""
@@ -1033,6 +1046,8 @@ class Peer:
         self.island.local[:] = self.replica.params
         if self.replica.residual is not None and not residual:
             self.replica.residual.fill(0)
+        for limbo in self._limbo:
+            limbo.theta = None  # its Δ is no longer in the local parameters, and cannot leave them
         self._frozen = self._ahead_of_round = False
         await self.island.resume(reload=True, spent=1.0, outer_step=self.head.outer_step)
 
@@ -1383,6 +1398,7 @@ class Peer:
                 await self._thaw()  # leases alone: nothing was averaged
         self._log_commit(commit_id, commit, names, seconds, stopped)
         self._newest = (hash_of(body.seal), commit)
+        self._told_end.clear()
         self._new_head()
         if chunks and (self.head.outer_step % self.manifest.state.checkpoint_every == 0 or self.finished):
             self._checkpointing = asyncio.get_running_loop().create_task(self._checkpoint())

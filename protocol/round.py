@@ -33,6 +33,8 @@ MAX_PROPOSALS = 2
 """Bodies looked at for one roster from one member: each may lead, and once more after reducers were replaced."""
 MEASURABLE = 1 << 20
 """Bytes in each direction below which a round says nothing about a link."""
+MAX_WORK = 8
+"""Parts a member that this peer works on at once; an honest leader's reassignments leave a few."""
 HERALDS = 3
 """Members that send the commit to everyone: those who lead first."""
 CHUNK_RETRY = 0.2
@@ -162,12 +164,12 @@ class Round:
         committed = self.outcome.done() and not self.outcome.cancelled() and self.outcome.exception() is None
         # Where only the explicit end of a stream is missing, it is waited for: nobody needs it, but its lack is told.
         ending = [t for t, p in self._exchanges.items() if committed and p.whole and p.written and not t.done()]
+        if ending:
+            self.around.afterwards(self._see_off(ending))
         tasks = [task for task in self._tasks if task not in ending]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if ending:
-            self.around.afterwards(self._see_off(ending))
         for reducer in self._serving.values():
             # After a commit others may still be reading their averages; after a void round nobody wants them.
             asyncio.get_running_loop().call_later(self.silence if committed else 0.0, reducer.close)
@@ -499,6 +501,9 @@ class Round:
             at = part.first + part.count
         if at > len(self.chunks):
             raise PeerMisbehaved("a reassignment outside the fragment")
+        if len(self._work) + len(message.parts) > MAX_WORK * len(self.peers):
+            # Each is a task and a stream, to whomever the leader names.
+            raise PeerMisbehaved(f"a reassignment of {len(message.parts)} parts, with {len(self._work)} in work")
         self._generation = message.generation
         for part in message.parts:
             for old in [k for k in self._work if k[0] < part.first + part.count and part.first < k[0] + k[1]]:

@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from atoll.protocol.averaged import hash_chunk
+from atoll.protocol.calling import Calling
 from atoll.protocol.commits import bitmap, make_body
 from atoll.protocol.control import Ballot, Committed, Control, Enter, Heard, Reassign, Report, Sealed
 from atoll.protocol.messages import (
+    GENESIS,
+    Body,
     ChunkEntry,
     Commit,
     Head,
@@ -224,3 +227,47 @@ def test_one_hostile_peer_stops_nobody(name: str, monkeypatch: pytest.MonkeyPatc
     assert all(swarm.life(n).done for n in HONEST), (swarm.network.loop.time(), swarm.named("void")[-1:])
     deadline = max(fields["deadline"] for _, _, fields in swarm.named("seal"))
     assert deadline < 60
+
+
+def test_a_leader_that_cuts_the_fragment_into_ever_more_parts() -> None:
+    """Each part is a task and a stream to whomever the leader names."""
+    swarm = Swarm(manifest(budget={"rounds": 4}))
+    swarm.add("p0")
+    swarm.add("p1")
+    most = [0]
+
+    async def main() -> None:
+        sent = False
+        while not all(swarm.life(name).done for name in ("p0", "p1")) and swarm.network.loop.time() < 200:
+            current = swarm.life("p1").peer._round
+            if current is not None and current.seal.parts:
+                most[0] = max(most[0], len(current._work))
+                leader = swarm.life(swarm.name_of(current.seal.coordinator)).peer
+                if not sent and leader.transport.peer_id != swarm.hosts["p1"].peer_id:
+                    sent = True
+                    count = leader.layout.count
+                    windows = [(at, size) for size in range(count - 1, 0, -1) for at in range(count - size + 1)]
+                    for generation, (at, size) in enumerate(windows, 1):
+                        message = Reassign(current.roster_id, generation, [Part(current.me, at, size)])
+                        leader.messenger.post(swarm.hosts["p1"].peer_id, message)
+            await asyncio.sleep(0.01)
+        assert sent
+
+    swarm.network.run(main())
+    assert all(swarm.life(name).done for name in ("p0", "p1"))
+    assert swarm.violations == []
+    assert 2 < most[0] <= 16
+    assert any("in work" in fields["reason"] for _, name, fields in swarm.named("refused") if name == "p1")
+
+
+def test_a_peer_enters_a_call_once() -> None:
+    """What it shows with its entry is kept until the call ends; it must not grow with every further entry."""
+    calling = Calling(bytes(16), 1, GENESIS, {OTHERS[0]})
+    member = Member(OTHERS[0], bytes(16), 0, 0, 0, 0.0, 0.0, True)
+    seal = Seal(bytes(32), 1, 0, GENESIS, OTHERS[0], bytes(16), [member], [], True, 8.0)
+    body = Body(bytes(32), 1, 0, 1, 0, bytes(32), bytes(32), seal, [], [], 0, 0, 0)
+    for steps in range(100):
+        entry = Enter(bytes(16), msgspec.structs.replace(member, steps=steps), [Ballot(bytes(32), body, [])])
+        calling.enter(OTHERS[0], entry)
+    assert calling.entered == {OTHERS[0]: member}
+    assert len(calling.seen) == 1

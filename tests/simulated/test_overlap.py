@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from atoll.protocol.errors import RoundVoid
+from atoll.protocol.messages import Commit
+from atoll.protocol.round import Round
+
 from .faults import Chaos
 from .island import SimulatedIsland, noise
 from .swarm import Swarm, manifest, start_params
@@ -139,6 +143,33 @@ def test_an_island_that_dies_while_its_parameters_move_goes_on_from_the_global_o
     late = [f for _, name, f in swarm.named("commit") if name == "p1" and f["round"] > 6]
     assert late
     assert all(fields["contributors"].get("sim-p1") == 1 for fields in late)
+
+
+def test_a_void_round_that_commits_after_all_when_its_progress_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """p1 misses the commit, and its island dies while the void round is undone: what was frozen is no longer in its
+    parameters, and must not be taken out of them when the commit comes."""
+    swarm = build(3, round={"overlap": 5, "merge": "delay"}, budget={"rounds": 8})
+    finish, missed = Round.run, []
+
+    async def miss(current: Round) -> Commit:
+        commit = await finish(current)
+        if current.around.transport.peer_id == "sim-p1" and current.seal.round == 4:
+            missed.append(current)
+            island_of(swarm, "p1").fail_next = True
+            raise RoundVoid("as if the commit had not come")
+        return commit
+
+    def compare(name: str, event: str, fields: dict[str, Any]) -> None:
+        if (name, event) == ("p1", "commit") and fields["round"] == 4:
+            assert fields["contributors"]["sim-p1"] == 1
+            off.append(float(np.abs(island_of(swarm, "p1").local - swarm.life("p1").peer.replica.params).max()))
+
+    off: list[float] = []
+    monkeypatch.setattr(Round, "run", miss)
+    swarm.hooks.append(compare)
+    run(swarm)
+    assert len(missed) == 1
+    assert off == [0.0]
 
 
 def test_a_joiner_takes_part_in_a_run_with_overlap() -> None:

@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from atoll.protocol.control import Committed, Control, Ping
+from atoll.protocol.transport import PeerId
+
 from .faults import Chaos
 from .island import noise
 from .swarm import Swarm, manifest, start_params
@@ -392,3 +395,53 @@ def test_a_coordinator_waits_for_a_late_peer_until_it_is_silent_and_no_longer() 
     swarm.network.run(main())
     called = swarm.named("seal")[-1][0]
     assert called - gone[0] < 0.1 * SILENCE
+
+
+def test_who_pings_an_old_roster_gets_the_commit_only_as_a_member_and_not_at_every_ping() -> None:
+    swarm = build(2, budget={"rounds": 4})
+    outsider = swarm.network.host("outsider")
+    sent: list[tuple[str, float]] = []
+
+    async def main() -> None:
+        while len(swarm.commits) < 3:
+            await asyncio.sleep(0.1)
+        peer = swarm.life("p0").peer
+        await asyncio.sleep(SILENCE / 4)
+        post, head = peer.messenger.post, peer.head
+
+        def count(to: PeerId, message: Control) -> None:
+            if isinstance(message, Committed):
+                sent.append((swarm.name_of(to), swarm.network.loop.time()))
+            post(to, message)
+
+        peer.messenger.post = count  # type: ignore[method-assign]
+        assert peer._newest is not None
+        for _ in range(20):
+            peer._receive(outsider.peer_id, Ping(peer._newest[0]))
+            peer._receive(swarm.hosts["p1"].peer_id, Ping(peer._newest[0]))
+            await asyncio.sleep(SILENCE / 40)
+        assert peer.head == head, "the next round was to come later"
+
+    swarm.network.run(main())
+    assert {name for name, _ in sent} == {"p1"}
+    assert 2 <= len(sent) <= 3
+    assert all(later - earlier > SILENCE / 5 for (_, earlier), (_, later) in pairwise(sent))
+
+
+def test_nothing_is_kept_of_peers_for_whom_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.protocol.directory.MAX_KNOWN", 2)
+    monkeypatch.setattr("atoll.protocol.messenger.MAX_HEARD", 3)
+    swarm = build(5, budget={"rounds": 3})
+
+    async def main() -> None:
+        while len(swarm.commits) < 3:
+            await asyncio.sleep(0.1)
+
+    swarm.network.run(main())
+    for name in swarm.hosts:
+        peer = swarm.life(name).peer
+        for table in (peer._heads, peer._ahead, peer._reports):
+            assert set(table) <= set(peer.directory.known)
+        assert len(peer.directory.known) == 2
+        assert len(peer.messenger._last_heard) <= 3
+    assert swarm.violations == []
