@@ -37,6 +37,8 @@ WINDOW = 8
 HELLO_LIMIT = 256 * 1024
 ALIVE, CONTRIBUTION, AVERAGE, END = 0, 1, 2, 3
 _CHUNK = struct.Struct(">BI")
+END_SIZE = 32
+"""Bytes after the count in the frame that ends a direction: more than the smallest chunk of a sparse codec has."""
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -281,7 +283,7 @@ class Reducer:
             await asyncio.gather(reading, return_exceptions=True)
 
     async def _take(self, member: int, stream: Stream) -> None:
-        limit = _CHUNK.size + self._codec.encoded_size(self._layout.chunk)
+        limit = _CHUNK.size + max(self._codec.encoded_size(self._layout.chunk), END_SIZE)
         count, running = 0, blake3()
         while True:
             frame = await stream.receive_view(limit)
@@ -406,7 +408,7 @@ async def exchange(
         progress.written = True
 
     async def read() -> None:
-        limit = _CHUNK.size + size_limit(codec, layout.chunk, len(members))
+        limit = _CHUNK.size + max(size_limit(codec, layout.chunk, len(members)), END_SIZE)
         count, running = 0, blake3()
         while True:
             try:

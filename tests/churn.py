@@ -87,8 +87,8 @@ def draw(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         settings |= {
             "quorum": rng.randint(1, settings["peers"] // 2), "silence": rng.choice([2.0, 5.0, 5.0, 5.0, 8.0]),
             "codec": rng.choice(["float32", "float32", "int8", "sparse"]),
-            "latency": rng.choice([0.005, 0.03, 0.1, 0.25]), "uneven": rng.choice([1.0, 1.5, 4.0]),
-            "grace": rng.choice([0.0, 0.25, 0.5]), "jitter": rng.choice([0.0, 0.5, 2.0]),
+            "latency": rng.choice([0.005, 0.03, 0.1]), "uneven": rng.choice([1.0, 1.5, 4.0]),
+            "grace": rng.choice([0.0, 0.25, 0.5]), "jitter": rng.choice([0.0, 0.5, 1.0]),
             "hidden": rng.choice([0, 0, settings["peers"] // 3]),
             "every": rng.choice([1.0, 3.0, 10.0]) * length, "back": rng.choice([0.2, 1.0, 3.0]) * length,
         }  # fmt: skip

@@ -78,6 +78,13 @@ def test_the_average_is_the_mean_of_what_was_brought(codec: str) -> None:
     assert len(swarm.commits) == 7
 
 
+def test_the_smallest_chunk_of_the_sparsest_codec_is_shorter_than_the_end_of_a_stream() -> None:
+    """Found by a seed: the reader's limit for a frame came from the chunk's size alone."""
+    swarm = build(3, codec={"name": "sparse"}, state={"chunk": 64}, budget={"rounds": 3})
+    run(swarm)
+    assert swarm.named("refused") == []
+
+
 def test_more_peers_than_a_group_holds_take_turns() -> None:
     swarm = build(7, round={"max_group": 4}, budget={"rounds": 12})
     run(swarm)
