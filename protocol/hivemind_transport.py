@@ -546,7 +546,12 @@ class HivemindTransport(Transport):
             )
         finally:
             await stream.close()
-            self._quota.give(stream.peer)
+            # Its place is free when it has ended, or who never ends streams could leave any number behind.
+            ending = self._streams.get(stream)
+            if ending is None:
+                self._quota.give(stream.peer)
+            else:
+                ending.add_done_callback(lambda _: self._quota.give(stream.peer))
 
     # The end
 

@@ -211,6 +211,9 @@ def test_who_is_unknown_takes_a_few_places_only(swarm: tuple[asyncio.Runner, Rea
                 task.cancel()
             ends = await asyncio.gather(*reading, return_exceptions=True)
             assert sum(isinstance(end, StreamClosed) for end in ends) == 5
+            for stream in streams:
+                await stream.close()
+            await swarm.until("their places are free again", lambda: outsider.peer_id not in target._quota._held)
         finally:
             await outsider.close()
 
