@@ -600,8 +600,11 @@ class Peer:
         return peer in table and table[peer][1] > self.transport.now()
 
     def _waited_long(self) -> bool:
-        """Whether this peer has been ready for so long that something is wrong with who should have called."""
-        return self._ready_since is not None and self.transport.now() - self._ready_since > 2 * self._silence
+        """Whether this peer has been ready for so long on this base that something is wrong with who should have
+        called."""
+        if self._ready_since is None:
+            return False
+        return self.transport.now() - max(self._ready_since, self._base_since) > 2 * self._silence
 
     def _pass_over(self, coordinator: PeerId) -> None:
         """Somebody calls after all have waited long: who stood before it, lives, and has not called on this base does
@@ -809,16 +812,24 @@ class Peer:
             mine = self._engaged == self.transport.peer_id and self._calling is not None
             if mine and self._earlier(peer, self.transport.peer_id):
                 # The other call is the rightful one: give up the own, and enter.
-                self._invitation = invitation
+                self._invite(invitation)
                 assert self._calling is not None
                 self._calling.busy[peer] = peer
                 self._calling.changed.set()
             else:
                 self.messenger.post(peer, Busy(call.call, self._engaged))
             return
-        if self._invitation is None or self._earlier(peer, self._invitation.coordinator):
-            self._invitation = invitation
+        self._invite(invitation)
         self._wake.set()
+
+    def _invite(self, invitation: _Invitation) -> None:
+        """Of two calls the earlier candidate's is entered, and of one candidate's the last; the other is told."""
+        held, self._invitation = self._invitation, invitation
+        if held is None or held.coordinator == invitation.coordinator:
+            return
+        if not self._earlier(invitation.coordinator, held.coordinator):
+            held, self._invitation = invitation, held
+        self.messenger.post(held.coordinator, Busy(held.call.call, self._invitation.coordinator))
 
     def _earlier(self, a: PeerId, b: PeerId) -> bool:
         """Whether candidate a stands before b for this base."""
@@ -920,6 +931,8 @@ class Peer:
             self._commits.append((commit_id, commit))
             if self._round is not None and len(body.seal.members) == 1 < len(self._round.peers):
                 return  # a peer alone does not end a group's round; its commit waits
+            if self._calling is not None:
+                self._calling.changed.set()
             if self._round is not None and not self._round.outcome.done():
                 self._round.outcome.set_exception(RoundVoid("another roster committed on the same base"))
             self._resolve_seal(None)
@@ -1119,7 +1132,8 @@ class Peer:
                 window = now + self._silence / 2
             while not calling.complete() and self.transport.now() < window and not self._stopping:
                 calling.changed.clear()
-                if any(self._earlier(other, self.transport.peer_id) for other in calling.busy.values()):
+                others = calling.busy.values()
+                if self._commits or any(self._earlier(other, self.transport.peer_id) for other in others):
                     break
                 for peer in calling.expected - calling.answered:
                     if self.messenger.failing(peer):
@@ -1129,10 +1143,11 @@ class Peer:
                         await calling.changed.wait()
                 except TimeoutError:
                     self.messenger.post_all(list(calling.busy), call)
+            else:
+                for peer in calling.expected - calling.answered - calling.busy.keys():
+                    # It reports and does not answer: it is called all the same, and waited for again after a while.
+                    self._put_off(self._deaf, peer)
             self._calling = None
-            for peer in calling.expected - calling.answered - calling.busy.keys():
-                # It reports and does not answer: it is called all the same, and waited for again after a while.
-                self._put_off(self._deaf, peer)
             if any(self._earlier(other, self.transport.peer_id) for other in calling.busy.values()):
                 return
             if any(self._merge(ballot) for ballot in unite([*self._seen(), *calling.seen])):

@@ -404,6 +404,23 @@ def test_a_coordinator_waits_for_a_late_peer_until_it_is_silent_and_no_longer() 
     assert called - gone[0] < 0.1 * SILENCE
 
 
+def test_nobody_is_put_off_where_everybody_does_its_part() -> None:
+    """Two cannot reach each other, so both call at once, and whoever finds no place is ready from one base to the
+    next: whose call loses is told, and nobody takes another for one that does not answer, or does not call."""
+    swarm = build(5, seed=1, round={"max_group": 3}, budget={"rounds": 12})
+    swarm.network.loop.kernel_at(3.0, swarm.network.cut, "p1", "p2")
+    wrongly: list[tuple[str, str, str]] = []
+
+    def look(name: str, event: str, fields: dict[str, Any]) -> None:
+        peer = swarm.life(name).peer
+        wrongly.extend((name, event, t) for t in ("_reluctant", "_deaf", "_sealless") if getattr(peer, t))
+
+    swarm.hooks.append(look)
+    run(swarm)
+    assert wrongly == []
+    assert slowest_commit(swarm) < 4.0, "two calls at once cost their loser a round"
+
+
 def test_who_pings_an_old_roster_gets_the_commit_only_as_a_member_and_not_at_every_ping() -> None:
     swarm = build(2, budget={"rounds": 4})
     outsider = swarm.network.host("outsider")
