@@ -66,6 +66,7 @@ class BenchPeer:
         from atoll.protocol.hivemind_transport import HivemindTransport
         from atoll.protocol.identity import load_or_create_identity
         from atoll.protocol.layout import ChunkLayout
+        from atoll.protocol.malloc import keep_freed_memory
         from atoll.protocol.manifest import Manifest, suggested_chunk
         from atoll.protocol.messenger import Messenger, message_limit
         from atoll.protocol.reduce import PROTOCOL as REDUCE
@@ -74,6 +75,7 @@ class BenchPeer:
         from atoll.protocol.store import Store
         from atoll.protocol.transfer import Donor
 
+        keep_freed_memory()
         kernels.warm_up()
         options = self.options
         count, size = options["peers"], options["params"]
@@ -236,7 +238,7 @@ class BenchPeer:
         profile = cProfile.Profile() if self.options.get("profile") and self.index == 1 else None
         sent = self.transport.bytes_sent
         used = cpu(os.getpid()), cpu(self.transport.daemon_pid or 0)
-        began = time.monotonic()
+        began, loop = time.monotonic(), time.thread_time()
         current = Timed(around, seal, bytes(64), hash_of(seal), self.theta)
         self.current = current
         self.began.set()
@@ -257,6 +259,7 @@ class BenchPeer:
             "began": began, "whole": whole, "committed": committed, "commit": hash_of(commit.body).hex(),
             "sent": self.transport.bytes_sent - sent,
             "contributors": len(commit.votes),
+            "loop_cpu": time.thread_time() - loop,
             "cpu": cpu(os.getpid()) - used[0], "daemon_cpu": cpu(self.transport.daemon_pid or 0) - used[1],
         }  # fmt: skip
 

@@ -52,7 +52,8 @@ COLUMNS = [
     ("mb_per_s", "MB/s", ".0f"), ("bytes_ratio", "bytes/ideal", ".4f"), ("memory_mb", "extra MB", ".0f"),
     ("memory_ratio", "of encoded", ".2f"), ("apply_memory_mb", "in apply", ".0f"), ("error", "rel. error", ".2e"),
     ("identical", "identical", ""), ("times_raw", "x raw", ".2f"), ("speedup", "faster", ".2f"),
-    ("memory_share", "memory", ".2f"), ("cpu", "CPU s", ".1f"), ("daemon_cpu", "p2pd", ".1f"), ("load", "load", ".1f"),
+    ("memory_share", "memory", ".2f"), ("cpu", "CPU s", ".2f"), ("loop_cpu", "of it loop", ".2f"),
+    ("daemon_cpu", "p2pd", ".2f"), ("load", "load", ".1f"),
 ]  # fmt: skip
 
 
@@ -99,6 +100,7 @@ def measure_atoll(peers: int, params: int, codec: str, options: argparse.Namespa
                 "commit_seconds": max(answer["committed"] for answer in answers) - began,
                 "sent": sum(answer["sent"] for answer in answers), "cpu": sum(answer["cpu"] for answer in answers),
                 "daemon_cpu": sum(answer["daemon_cpu"] for answer in answers),
+                "loop_cpu": sum(answer["loop_cpu"] for answer in answers),
                 "identical": len({answer["commit"] for answer in answers}) == 1,
             })  # fmt: skip
         with Memory([[pid] for pid in crew.pids]) as watch:
@@ -128,6 +130,7 @@ def measure_atoll(peers: int, params: int, codec: str, options: argparse.Namespa
             "identical": "yes" if len({j["digest"] for j in judged}) == 1 and all(r["identical"] for r in rounds)
             else "NO",
             "times_raw": median["seconds"] / raw_seconds, "cpu": median["cpu"], "daemon_cpu": median["daemon_cpu"],
+            "loop_cpu": median["loop_cpu"],
         },
     ]  # fmt: skip
 
