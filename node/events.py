@@ -13,7 +13,7 @@ Every line has ``t``, ``event`` and ``peer`` (see :mod:`atoll.protocol.eventlog`
 ``commit``      round, outer_step, id, parent, members (peer ids), contributors ({peer: share 0 … 1}), tokens and weight
                 (along the chain), seconds (from the seal on), bytes_sent (by this peer, in this round), lone; with
                 overlap stopped: seconds for which training has stood still since the seal, at the limit of the overlap
-                and to move its parameters
+                and to move its parameters; with overwrite lost_tokens: of the steps made since the freeze
 ``digest``      round, outer_step, commit, digest: the state digest after that commit, hex
 ``evaluation``  round, outer_step, tokens, bytes, val_loss (nats per token); an observer's
 ``refused``     from, reason, fault (hostile, slow, gone): a peer that was not listened to

@@ -279,6 +279,9 @@ class TrainerProcess(Island):
                 raise ResourceError(f"the trainer ended while its parameters were being moved: {error}") from None
             await self._move_here(runs)
             counters = self._memory.read()
+            if not self._shares:
+                # what the device had learnt since died with it, whether that has been written down yet or not
+                counters.steps, counters.tokens, counters.units = self._base.steps, self._base.tokens, self._base.units
             _spend(counters, spent, of)
             self._memory.write(counters)
             self._base = counters

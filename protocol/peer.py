@@ -1391,7 +1391,7 @@ class Peer:
                 self._patience.pop(PeerId(member.peer), None)
             if member.peer != self.transport.peer_id:
                 self.directory.heard(PeerId(member.peer))
-        stopped: float | None = None
+        more: dict[str, Any] = {}
         if island is not None:
             # What was done since the freeze stays, and counts next time; by one rule it is lost instead.
             of = None if frozen is island.local or rule.merge is Merge.OVERWRITE else snapshot
@@ -1405,13 +1405,16 @@ class Peer:
                 self.contributed += int(body.seal.members[me].weight * applied.share)
                 island.lease([lease.span for lease in body.leases if lease.member == me])
             if moving:
-                stopped = await self._move_island(applied.runs, spent=spent, of=of)
+                if rule.merge is Merge.OVERWRITE and snapshot is not None:
+                    since = max(island.progress().tokens - snapshot.tokens, 0)
+                    more["lost_tokens"] = round(since * applied.share)
+                more["stopped"] = await self._move_island(applied.runs, spent=spent, of=of)
             elif self._frozen and not self.finished:  # after the last round there is nothing to train for
                 self._frozen = False
                 await island.resume(reload=bool(chunks), spent=spent, outer_step=body.outer_step, of=of)
             elif self._ahead_of_round:
                 await self._thaw()  # leases alone: nothing was averaged
-        self._log_commit(commit_id, commit, names, seconds, stopped)
+        self._log_commit(commit_id, commit, names, seconds, more)
         self._newest = (hash_of(body.seal), commit)
         self._told_end.clear()
         self._new_head()
@@ -1427,7 +1430,7 @@ class Peer:
             await self._thaw()
 
     def _log_commit(
-        self, commit_id: bytes, commit: Commit, names: list[str], seconds: float, stopped: float | None
+        self, commit_id: bytes, commit: Commit, names: list[str], seconds: float, more: dict[str, Any]
     ) -> None:
         body = commit.body
         shares = contributed(body.seal, body.chunks, self.layout)
@@ -1435,7 +1438,7 @@ class Peer:
             "commit", round=body.round, outer_step=body.outer_step, height=body.height, id=commit_id.hex(),
             parent=body.parent.hex(), members=names, contributors=dict(zip(names, shares, strict=True)),
             tokens=body.tokens, weight=body.weight, seconds=seconds, lone=len(names) == 1,
-            votes=len(commit.votes), cursor=body.cursor, **({"stopped": stopped} if stopped is not None else {}),
+            votes=len(commit.votes), cursor=body.cursor, **more,
         )  # fmt: skip
 
     async def _checkpoint(self) -> None:

@@ -80,6 +80,8 @@ def test_training_goes_on_while_rounds_are_in_flight(merge: str) -> None:
         stopped = [fields["stopped"] for _, _, fields in swarm.named("commit") if "stopped" in fields]
         assert (len(stopped) >= 3 * 6) == (tau > 0)
         assert sum(stopped) < 2.0, "and without overlap 0.9 s in every round of each peer"
+        lost = [fields["lost_tokens"] for _, _, fields in swarm.named("commit") if "lost_tokens" in fields]
+        assert (sum(lost) > 3 * 6 * 10) == (tau > 0 and merge == "overwrite")
     if merge != "overwrite":
         # Some 0.9 s of each 2.9 s were waiting.
         assert seconds[10] < 0.85 * seconds[0]
