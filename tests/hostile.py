@@ -605,6 +605,7 @@ class HostileRound(Round):
         finally:
             self._shut(stream)
             await stream.close()
+            self._distrusted.add(part.reducer)  # nothing more comes from there: it fetches from others at once
         self.closed.append(wire)
 
     def _take(self, part: Part) -> None:
