@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import subprocess
 import sys
@@ -55,14 +56,16 @@ def sweep() -> None:
 
 class Network:
     """Namespaces in one subnet, host i behind a link of ``mbit[i]`` Mbit/s in either direction, a round trip of
-    ``rtt`` seconds between any two. Everything goes when the context is left."""
+    ``rtt`` seconds between any two. Everything goes when the context is left.
 
-    def __init__(self, mbit: Sequence[float], rtt: float) -> None:
+    congestion: of TCP, as in ``tcp_congestion_control``; what the machine uses when empty."""
+
+    def __init__(self, mbit: Sequence[float], rtt: float, congestion: str = "") -> None:
         hosts = len(mbit)
         self._own = f"{PREFIX}{os.getpid()}x"
         self.names = [f"{self._own}{i}" for i in range(hosts)]
         self.addresses = [f"10.99.0.{i + 1}" for i in range(hosts)]
-        self._mbit, self._rtt = list(mbit), rtt
+        self._mbit, self._rtt, self._congestion = list(mbit), rtt, congestion
         self._delays: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Network:
@@ -87,6 +90,9 @@ class Network:
             shape = ["tbf", "rate", f"{mbit:g}mbit", "burst", BURST, "latency", latency]
             _run("ip", "netns", "add", name)
             _run("ip", "-n", name, "link", "set", "lo", "up")
+            if self._congestion:
+                setting = f"net.ipv4.tcp_congestion_control={self._congestion}"
+                _run("ip", "netns", "exec", name, "sysctl", "-qw", setting)
             port = f"port{i}"
             _run("ip", "link", "add", "name", "eth0", "netns", name, "type", "veth", "peer", "name", port,
                  "netns", switch)  # fmt: skip
@@ -111,6 +117,16 @@ class Network:
             raise Unavailable(f"packets cannot be delayed: {process.stderr.read().strip()}")
         _run("ip", "netns", "exec", name, "iptables", "-t", "raw", "-A", "PREROUTING", "-i", "eth0", "-j", "NFQUEUE",
              "--queue-num", str(QUEUE), "--queue-bypass")  # fmt: skip
+
+    def sent(self) -> list[int]:
+        """Bytes that each host has put on its link so far, headers included."""
+        found = []
+        for name in self.names:
+            done = subprocess.run(
+                ["ip", "-n", name, "-s", "-j", "link", "show", "eth0"], capture_output=True, check=True
+            )
+            found.append(int(json.loads(done.stdout)[0]["stats64"]["tx"]["bytes"]))
+        return found
 
     def __exit__(self, *_: object) -> None:
         for name in [*self.names, f"{self._own}s"]:

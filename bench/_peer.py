@@ -132,10 +132,22 @@ class BenchPeer:
         self.book = [(peer, addresses) for peer, addresses, _ in book]
         for peer, addresses in self.book:
             self.transport.learn(PeerId(peer), addresses)
-        # One end of each pair dials: two that dial each other at one moment may both fail.
         for peer, _ in self.book[self.index + 1 :]:
-            await self._push(peer, 0)
+            await self._greet(peer)
         return sum(self.codec.encoded_size(self.layout.size(i)) for i in range(self.layout.count))
+
+    async def _greet(self, peer: Any) -> None:
+        """Have a connection. The daemons look for one another too, and dials of theirs that cross end in a pause."""
+        from atoll.protocol.errors import PeerUnreachable
+
+        for left in range(20, -1, -1):
+            try:
+                await self._push(peer, 0)
+                break
+            except PeerUnreachable:
+                if not left:
+                    raise
+                await asyncio.sleep(1)
 
     # --- the raw limit
 

@@ -5,7 +5,9 @@ milliseconds between any two; the very Round, Reducer and Replica over libp2p. O
 of the others the median counts. ``ideal`` is what the busiest link has to carry over its nominal rate, headers of
 TCP, IP and Ethernet (about 5 %) not deducted: 2(n-1)/n of the encoded fragment with equal parts and links. ``of ideal``
 is what the round took from the seal to all chunks at every peer, less two round trips, against it. ``raw`` is the same
-for bare streams that push as many bytes over the same links between the rounds.
+for bare streams that push as many bytes over the same links between the rounds. ``on the wire`` are the bytes that the
+links carried, headers and all, against the same bytes as ``bytes/ideal``; ``link busy`` is the share of the round's
+time that they take on the busiest uplink.
 
 ``--unequal 100 20 20`` gives every peer a link of its own and runs the same rounds twice: with equal parts, and with
 parts by the bandwidth that the roster states.
@@ -31,9 +33,10 @@ from ._network import Network, Unavailable, round_trip
 MILLIONS = {20.0: 10, 100.0: 40, 500.0: 100}
 COLUMNS = [
     ("links", "Mbit/s", "s"), ("rtt_ms", "round trip ms", ".0f"), ("measured_ms", "measured", ".1f"),
-    ("parts", "parts", "s"), ("millions", "M params", ".0f"), ("codec", "codec", "s"), ("ideal", "ideal s", ".2f"),
-    ("seconds", "s", ".2f"), ("slowest", "slowest", ".2f"), ("commit_seconds", "to commit", ".2f"),
-    ("ratio", "of ideal", ".3f"), ("raw_ratio", "raw", ".3f"), ("bytes_ratio", "bytes/ideal", ".4f"),
+    ("congestion", "TCP", "s"), ("parts", "parts", "s"), ("millions", "M params", ".0f"), ("codec", "codec", "s"),
+    ("ideal", "ideal s", ".2f"), ("seconds", "s", ".2f"), ("slowest", "slowest", ".2f"),
+    ("commit_seconds", "to commit", ".2f"), ("ratio", "of ideal", ".3f"), ("raw_ratio", "raw", ".3f"),
+    ("bytes_ratio", "bytes/ideal", ".4f"), ("wire_ratio", "on the wire", ".3f"), ("busy", "link busy", ".3f"),
     ("cpu", "CPU s", ".1f"), ("load", "load", ".1f"),
 ]  # fmt: skip
 
@@ -47,7 +50,7 @@ def measure(links: list[float], rtt: float, options: argparse.Namespace) -> list
     peers, slowest = len(links), min(links)
     params = options.params or int(MILLIONS.get(slowest, 10) * 1e6)
     equal = len(set(links)) == 1
-    with Network(links, rtt) as network:
+    with Network(links, rtt, options.congestion) as network:
         setup: dict[str, Any] = {
             "peers": peers, "params": params, "codec": options.codec, "chunk": options.chunk,
             "hosts": network.addresses, "namespaces": network.names,
@@ -68,17 +71,20 @@ def measure(links: list[float], rtt: float, options: argparse.Namespace) -> list
                     number += 1
                     crew.ask("let_go")
                     rates = [mbit * 1e6 / 8 for mbit in links] if parts == "by rate" else None
+                    before = network.sent()
                     answers = crew.ask("round", number, rates)
+                    wire = [after - at for after, at in zip(network.sent(), before, strict=True)]
                     if repeat:
-                        done.append(_row(answers, links, encoded, size * peers))
+                        done.append(_row(answers, links, encoded, size * peers, wire))
     rows = []
     for parts, done in rounds.items():
         median = sorted(done, key=lambda row: row["seconds"])[(len(done) - 1) // 2]
         row = median | {
             "links": name_of(links), "rtt_ms": 1000 * rtt, "measured_ms": 1000 * measured, "parts": parts,
             "peers": peers, "params": params, "millions": params / 1e6, "codec": options.codec, "encoded": encoded,
-            "all": [one["seconds"] for one in done], "slowest": max(one["seconds"] for one in done),
-            "ratio": (median["seconds"] - 2 * rtt) / median["ideal"], "load": os.getloadavg()[0],
+            "congestion": options.congestion, "all": [one["seconds"] for one in done],
+            "slowest": max(one["seconds"] for one in done), "load": os.getloadavg()[0],
+            "ratio": (median["seconds"] - 2 * rtt) / median["ideal"],
         }  # fmt: skip
         if raw:
             row |= {"raw_all": raw, "raw_ratio": (statistics.median_low(raw[1:]) - 2 * rtt) / row["ideal"]}
@@ -86,7 +92,7 @@ def measure(links: list[float], rtt: float, options: argparse.Namespace) -> list
     return rows
 
 
-def _row(answers: list[dict[str, Any]], links: list[float], encoded: int, ideal_bytes: int) -> Row:
+def _row(answers: list[dict[str, Any]], links: list[float], encoded: int, ideal_bytes: int, wire: list[int]) -> Row:
     began = min(answer["began"] for answer in answers)
     parts = dict(answers[0]["parts"])
     total, others = sum(parts.values()), len(links) - 2
@@ -94,12 +100,22 @@ def _row(answers: list[dict[str, Any]], links: list[float], encoded: int, ideal_
     ideal = max(
         encoded * (1 + others * parts.get(index, 0) / total) / (mbit * 1e6 / 8) for index, mbit in enumerate(links)
     )
+    seconds = max(answer["whole"] for answer in answers) - began
     return {
-        "ideal": ideal, "seconds": max(answer["whole"] for answer in answers) - began,
+        "ideal": ideal, "seconds": seconds, "wire_ratio": sum(wire) / ideal_bytes,
+        "busy": max(8 * sent / (1e6 * mbit * seconds) for sent, mbit in zip(wire, links, strict=True)),
         "commit_seconds": max(answer["committed"] for answer in answers) - began,
         "bytes_ratio": sum(answer["sent"] for answer in answers) / ideal_bytes,
         "cpu": sum(answer["cpu"] + answer["daemon_cpu"] for answer in answers),
     }  # fmt: skip
+
+
+def _default() -> str:
+    """TCP's congestion control on this machine."""
+    try:
+        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    except OSError:
+        return ""
 
 
 def main() -> int:
@@ -113,6 +129,7 @@ def main() -> int:
     parser.add_argument("--params", type=int, default=0, help="default: 10, 40, 100 million at 20, 100, 500 Mbit/s")
     parser.add_argument("--codec", default="int8", choices=list(CODECS))
     parser.add_argument("--chunk", type=int, default=0, help="elements in a chunk (default: as a new run would have)")
+    parser.add_argument("--congestion", default=_default(), help="TCP's control of it (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds after the one that warms up; the median counts")
     parser.add_argument("--json", type=Path, help="write the rows there, and leave out what it has")
     options = parser.parse_args()
@@ -121,9 +138,14 @@ def main() -> int:
 
     rows = read_rows(options.json)
     wanted = [[mbit] * options.peers for mbit in options.mbit] + ([options.unequal] if options.unequal else [])
-    keys = [(name_of(links), rtt, options.codec) for links in wanted for rtt in options.rtt]
-    for links, rtt in ((links, rtt) for links in wanted for rtt in options.rtt):
-        if any((row["links"], row["rtt_ms"], row["codec"]) == (name_of(links), rtt, options.codec) for row in rows):
+    pairs = [(links, rtt) for links in wanted for rtt in options.rtt]
+    keys = [(name_of(links), rtt, options.codec, options.congestion) for links, rtt in pairs]
+
+    def key(row: Row) -> tuple[Any, ...]:
+        return row["links"], row["rtt_ms"], row["codec"], row["congestion"]
+
+    for (links, rtt), wanted_key in zip(pairs, keys, strict=True):
+        if wanted_key in map(key, rows):
             continue
         try:
             rows += measure(links, rtt / 1000, options)
@@ -131,7 +153,7 @@ def main() -> int:
             print(f"links cannot be shaped on this machine: {error}", file=sys.stderr)
             return 7
         write_rows(options.json, rows)
-    print(table([row for row in rows if (row["links"], row["rtt_ms"], row["codec"]) in keys], COLUMNS))
+    print(table([row for row in rows if key(row) in keys], COLUMNS))
     return 0
 
 
