@@ -110,6 +110,8 @@ class Reducer:
         self._locks: dict[int, asyncio.Lock] = {}
         self._next = {i: part.first for i, member in enumerate(members) if member.weight and i != me}
         self._delivered = dict.fromkeys(self._next, float("-inf"))
+        self._waited = dict.fromkeys(self._next, 0.0)
+        """Seconds for which each member, one of a minority, has kept all others waiting."""
         self._out: set[int] = set()
         self._barred: set[int] = set()
         """Those of them that broke the protocol: their next streams are closed without a word."""
@@ -200,11 +202,22 @@ class Reducer:
                         self._leave_out(member, f"no chunk {index} in {self._silence:.1f} s")
                     elif now > self._cutoff:
                         self._leave_out(member, f"no chunk {index} before the round's cut-off")
+                    elif self._waited[member] > self._silence and now > self._due(index):
+                        self._leave_out(member, f"chunk {index} too late for the rest to come in time")
                     left = min(left, self._silence - waited)
                 if all(member in self._out for member in missing):
                     break
                 await self._arrived.wait(max(left, self._silence / 100))
+                if 2 * len(missing) <= len(self._next):
+                    for member in missing:
+                        self._waited[member] += max(self._transport.now() - max(now, self._floor()), 0.0)
             await self._finish(index)
+
+    def _due(self, index: int) -> float:
+        """When a chunk is late: T, and then in proportion to the part half of what is left until T before the cut-off,
+        which is twice the ideal transfer. Who is slower leaves the others no time for their chunks."""
+        pace = max(self._cutoff - self._began - 2 * self._silence, 0.0) / 2
+        return self._began + self._silence + pace * (index + 1 - self.part.first) / self.part.count
 
     async def _finish(self, index: int) -> None:
         async with self._locks.setdefault(index, asyncio.Lock()):

@@ -448,7 +448,7 @@ class Round:
                 self.faulty[self.peers[part.reducer]] = None
                 if part.reducer not in self._distrusted:  # else it has been named already
                     fault = Fault.SLOW if self._alive(part.reducer) else Fault.GONE
-                    self._refused(part.reducer, f"its part {part.first}+{part.count} stands still", fault)
+                    self._refused(part.reducer, f"its part {part.first}+{part.count} stands still, or nearly", fault)
         members = self.seal.members
         able = [
             m for m in range(len(members))
@@ -485,7 +485,22 @@ class Round:
         # A reducer may wait T for a member; beyond that, another must still have the time to average the part anew.
         patience = 1.5 * self.silence + transfer_seconds(size, len(self.peers), slowest_link(self.seal.members))
         still = around.transport.now() - max(self._progress[(part.first, part.count)], around.messenger.epoch)
-        return self._alive(part.reducer) and still <= patience
+        return self._alive(part.reducer) and still <= patience and part not in self._late()
+
+    def _late(self) -> list[Part]:
+        """Parts of which averages come, but so slowly that nobody else could average the rest in time; none when it is
+        half of all parts or more, which says something about this member or the links."""
+        now, budget = self.around.transport.now(), max(self.seal.deadline - 4 * self.silence, 0.0)
+        began = max(self.started, self.around.messenger.epoch)
+
+        def late(part: Part) -> bool:
+            done = sum(self.chunks[i] is not None for i in range(part.first, part.first + part.count))
+            # Three times the ideal transfer, since a reducer lets its members take twice that.
+            due = began + 2 * self.silence + 0.75 * budget * (done + 1) / part.count
+            return done < part.count and now > due
+
+        parts = [part for part in self.seal.parts if late(part)]
+        return parts if 2 * len(parts) <= max(len(self.seal.parts), 2) else []
 
     def _parts(self) -> Iterable[Part]:
         for first, count in self._work:

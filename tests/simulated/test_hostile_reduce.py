@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from atoll.protocol import reduce
 from atoll.protocol.errors import StreamClosed
 from atoll.protocol.messages import Commit, encode, hash_of
 from atoll.protocol.reduce import PROTOCOL, Hello
 from atoll.protocol.simulation import SimTransport
+from atoll.protocol.transport import Stream
 
 from ..hostile import (
     HONEST,
@@ -281,3 +283,56 @@ def test_an_outsider_with_the_roster_of_a_round_in_progress() -> None:
     assert swarm.violations == []
     refused = [(name, fields["peer"], fields["fault"]) for _, name, fields in swarm.named("refused")]
     assert sorted(refused) == [(name, "sim-outsider", "hostile") for name in HONEST]
+
+
+@pytest.mark.parametrize("role", ["member", "reducer"])
+def test_who_brings_each_chunk_at_the_last_moment(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is silent for T, and yet the round would be over before the part is: it is done without that peer in time
+    for the others, on links where the transfer takes four times T."""
+    rate = 30e3
+    rules = {"budget": {"rounds": 1}, "state": {"chunk": 1024}}
+    swarm = Swarm(manifest(parameters=3 * 60 * 1024, **rules), seed=1, bandwidth=rate)
+    for name in HONEST:
+        swarm.add(name)
+    slow = swarm.hosts["p2"].peer_id
+    exchange, accept = reduce.exchange, reduce.Reducer.accept
+
+    def delay(stream: Stream, kind: int) -> None:
+        send, sent = stream.send, [0]
+
+        async def late(*parts: bytes | bytearray | memoryview) -> None:
+            if bytes(parts[0])[:1] == bytes([kind]):
+                sent[0] += 1
+                await asyncio.sleep(0.8 * 2.0 * (sent[0] > 1))
+            await send(*parts)
+
+        stream.send = late  # type: ignore[method-assign]
+
+    async def contribute(stream: Stream, *args: Any, transport: SimTransport, **more: Any) -> None:
+        if role == "member" and transport.peer_id == slow:
+            delay(stream, reduce.CONTRIBUTION)
+        await exchange(stream, *args, transport=transport, **more)
+
+    async def average(self: reduce.Reducer, member: int, stream: Stream, *args: Any) -> None:
+        if role == "reducer" and self._transport.peer_id == slow:
+            delay(stream, reduce.AVERAGE)
+        await accept(self, member, stream, *args)
+
+    monkeypatch.setattr("atoll.protocol.round.exchange", contribute)
+    monkeypatch.setattr(reduce.Reducer, "accept", average)
+
+    async def main() -> None:
+        await asyncio.sleep(0.001)
+        for name in HONEST:
+            swarm.life(name).peer._upload = swarm.life(name).peer._download = rate
+        while not all(swarm.life(name).done for name in HONEST) and swarm.network.loop.time() < LIMIT:
+            await asyncio.sleep(0.5)
+
+    swarm.network.run(main())
+    assert swarm.violations == []
+    assert swarm.named("void") == []
+    assert len(swarm.commits) == 2
+    seconds = swarm.commit_times()[1] - swarm.commit_times()[0]
+    assert seconds < 20.0, "twice to three times the transfer, of the 40 until the deadline"
+    named = {(fields["peer"], fields["fault"]) for _, _, fields in swarm.named("refused")}
+    assert named == {(slow, "slow")}
