@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -468,4 +469,29 @@ def test_nothing_is_kept_of_peers_for_whom_there_is_no_room(monkeypatch: pytest.
             assert set(table) <= set(peer.directory.known)
         assert len(peer.directory.known) == 2
         assert len(peer.messenger._last_heard) <= 3
+    assert swarm.violations == []
+
+
+def test_peers_that_all_think_that_they_lead_come_to_an_agreement() -> None:
+    """Seed 2 of ``churn --peers 8..12 --rounds 100 --step-time 0.5 --vary``: all orders and counts of void rosters
+    differed, everybody called at the moment a quorum was ready, found others busy with calls that came before its own
+    in their order, gave up, and called again, for ever."""
+    swarm = Swarm(manifest(budget={"rounds": 1000}, round={"quorum": 5}), seed=2, latency=0.1, jitter=0.5)
+    for index in range(10):
+        swarm.add(f"p{index}")
+    rng = random.Random(2)
+
+    def disagree(name: str, event: str, fields: dict[str, Any]) -> None:
+        if event == "digest" and fields["outer_step"] > 1:
+            peer = swarm.life(name).peer
+            peer._reluctant = dict.fromkeys(peer.directory.known, (1e6, 1e9))
+            peer._voids = {other: rng.randint(0, 2) for other in [*peer.directory.known, peer.transport.peer_id]}
+
+    swarm.hooks.append(disagree)
+
+    async def main() -> None:
+        await asyncio.sleep(80)
+
+    swarm.network.run(main())
+    assert len(swarm.commits) >= 8
     assert swarm.violations == []
