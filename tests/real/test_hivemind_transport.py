@@ -84,7 +84,16 @@ def alive(pid: int) -> bool:
 
 
 def folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("atoll-p2p-*")) | set(Path("/tmp").glob("hivemind-p2p*"))
+    return set(Path(tempfile.gettempdir()).iterdir())
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder of this process's own (short, for the sockets' names), so that what is left shows."""
+    with tempfile.TemporaryDirectory(prefix="atest-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(folder)
 
 
 def test_frames_both_ways(tmp_path: Path) -> None:
@@ -407,6 +416,7 @@ def test_seeds_that_are_not_there(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("temporary")
 def test_four_find_each_other_and_a_restarted_seed_merges(tmp_path: Path) -> None:
     async def run() -> None:
         before = folders()
