@@ -38,6 +38,7 @@ class Kernels:
     name: str
     largest: Kernel
     outer_nesterov: Kernel
+    outer_delayed: Kernel
     outer_sgd: Kernel
     contribution: Kernel
     float32_add: Kernel
@@ -155,6 +156,7 @@ def compile_kernels(*, cache: bool, cache_dir: Path | None = None) -> Kernels:
     signatures = {
         "largest": u4(frozen_floats),
         "outer_nesterov": none(floats, floats, frozen_floats, f4, f4),
+        "outer_delayed": none(floats, floats, frozen_floats, f4, f4, f4, yes, yes),
         "outer_sgd": none(floats, frozen_floats, f4),
         "contribution": none(frozen_floats, frozen_floats, frozen_floats, f4, floats),
         "float32_add": none(frozen_floats, f4, floats),
@@ -235,6 +237,11 @@ def results(kernels: Kernels) -> dict[str, bytes]:
     kernels.outer_nesterov(params, momentum, values, f4(0.7), f4(0.6))
     kernels.outer_nesterov(params, momentum, small, f4(0.7), f4(0.6))
     found["outer_nesterov"] = params.tobytes() + momentum.tobytes()
+    params, momentum = probe(n, 2), probe(n, 3)
+    for phase in range(3):
+        mean = values if phase == 1 else small
+        kernels.outer_delayed(params, momentum, mean, f4(0.7), f4(0.6), f4(1 / 3), phase == 0, phase == 2)
+    found["outer_delayed"] = params.tobytes() + momentum.tobytes()
     params = probe(n, 2)
     kernels.outer_sgd(params, values, f4(0.7))
     found["outer_sgd"] = params.tobytes()

@@ -55,6 +55,22 @@ def outer_nesterov(params: Floats, momentum: Floats, mean: Floats, lr: Any, mu: 
         params[i] = np.float32(params[i] - np.float32(lr * step))
 
 
+def outer_delayed(
+    params: Floats, momentum: Floats, mean: Floats, lr: Any, mu: Any, share: Any, first: Any, last: Any
+) -> None:
+    """See :func:`atoll.protocol.outer.outer_step`."""
+    for i in range(params.size):
+        m = np.float32(share * mean[i])
+        b = momentum[i]
+        if first:
+            b = np.float32(mu * b)
+        b = np.float32(b + m)
+        momentum[i] = b
+        if last:
+            m = np.float32(m + np.float32(mu * b))
+        params[i] = np.float32(params[i] - np.float32(lr * m))
+
+
 def outer_sgd(params: Floats, mean: Floats, lr: Any) -> None:
     """See :func:`atoll.protocol.outer.outer_step`."""
     for i in range(params.size):

@@ -52,6 +52,20 @@ def outer_nesterov(params: Floats, momentum: Floats, mean: Floats, lr: Any, mu: 
         np.subtract(params, step, out=params)
 
 
+def outer_delayed(
+    params: Floats, momentum: Floats, mean: Floats, lr: Any, mu: Any, share: Any, first: Any, last: Any
+) -> None:
+    with np.errstate(all="ignore"):
+        step = mean * share
+        if first:
+            np.multiply(momentum, mu, out=momentum)
+        np.add(momentum, step, out=momentum)
+        if last:
+            np.add(step, momentum * mu, out=step)
+        np.multiply(step, lr, out=step)
+        np.subtract(params, step, out=params)
+
+
 def outer_sgd(params: Floats, mean: Floats, lr: Any) -> None:
     with np.errstate(all="ignore"):
         np.subtract(params, mean * lr, out=params)

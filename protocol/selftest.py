@@ -16,6 +16,7 @@ from .theta0 import TensorSpec, theta0
 KNOWN: dict[str, str] = {
     "kernel largest": "535c24d779aaab7b",
     "kernel outer_nesterov": "22309355046a982e",
+    "kernel outer_delayed": "82d2dbbd9784ed86",
     "kernel outer_sgd": "c22bdc3239100905",
     "kernel contribution": "0a518131ef232d87",
     "kernel float32_add": "7bd40f198c0cb779",
