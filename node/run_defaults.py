@@ -116,6 +116,9 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     for section, usual in Manifest.SUGGESTED.items():
         if isinstance(full.setdefault(section, {}), Mapping):
             full[section] = {**usual, **full[section]}
+    given = raw.get("outer", {})
+    if isinstance(given, Mapping) and given.get("optimizer") == "sgd" and "momentum" not in given:
+        full["outer"]["momentum"] = 0.0
     if isinstance(full["round"], dict):
         _complete_round(full["round"], tables)
     if isinstance(full["state"], dict):

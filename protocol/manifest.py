@@ -198,9 +198,32 @@ class RoundSection(_Section):
 class OuterSection(_Section):
     """[outer]: the outer optimizer (DiLoCo, arXiv:2311.08105)."""
 
-    optimizer: Literal["nesterov"] = Field(description='outer optimizer: "nesterov"')
+    optimizer: Literal["nesterov", "delayed-nesterov", "sgd"] = Field(
+        description='"nesterov"; "delayed-nesterov" (arXiv 2401.09135) where a round holds the work of few of the '
+        'peers; "sgd" without momentum, as published for sparse contributions (arXiv 2508.15706: lr 1)'
+    )
     lr: float = Field(gt=0, le=10, description="outer learning rate")
-    momentum: float = Field(ge=0, lt=1, description="outer momentum")
+    momentum: float = Field(ge=0, lt=1, description='outer momentum; 0 with "sgd"')
+    period: int = Field(
+        ge=1, le=1024, description='outer steps over which "delayed-nesterov" takes its momentum; 1 with the others'
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        problems = []
+        if self.optimizer == "sgd" and self.momentum:
+            problems.append(
+                f'momentum = {self.momentum} with optimizer = "sgd", which has none; set momentum to 0, or optimizer '
+                'to "nesterov"'
+            )
+        if self.optimizer != "delayed-nesterov" and self.period > 1:
+            problems.append(
+                f'period = {self.period} with optimizer = "{self.optimizer}", which takes its momentum in each step; '
+                'set period to 1, or optimizer to "delayed-nesterov"'
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
 
 
 class CodecSection(_Section):
@@ -304,7 +327,7 @@ class Manifest(_Section):
             "merge": "carry",
             "mix": 0.5,
         },
-        "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.6},
+        "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.6, "period": 1},
         "codec": {"name": "int8", "error_feedback": 1.0},
         "state": {"checkpoint_every": 10},
         "budget": {"rounds": 60},
@@ -338,6 +361,11 @@ class Manifest(_Section):
             raise ValueError(
                 f"round.quorum = {self.round.quorum} exceeds the {len(self.access.peers)} peers of access.peers: "
                 "no group could be called"
+            )
+        if self.round.merge == "eager" and self.outer.optimizer == "delayed-nesterov":
+            raise ValueError(
+                'round.merge = "eager" previews the outer step of "nesterov" or "sgd", which outer.optimizer = '
+                '"delayed-nesterov" does not take; use round.merge = "carry"'
             )
         if self.signature and not self.owner:
             raise ValueError("there is a signature, but no owner; sign it again")

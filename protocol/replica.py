@@ -186,7 +186,10 @@ class Replica:
                 old = new.copy()
             if averaged.weight:
                 self.averages.decode(averaged.payload, len(scratch), scratch)
-                self.state.step(index, scratch, lr=outer.lr, mu=outer.momentum, kind=outer.optimizer)
+                self.state.step(
+                    index, scratch, lr=outer.lr, mu=outer.momentum, kind=outer.optimizer,
+                    phase=(body.outer_step - 1) % outer.period, period=outer.period,
+                )  # fmt: skip
             if local is None and shift is None:
                 return len(new) if mine else 0, run
             if mine and local is not None and local is frozen:

@@ -96,11 +96,13 @@ class GlobalState:
                 outer_step(self.params[span], self.momentum[span], mean, lr, mu, kind)
                 self._hashes[2 * i] = self._hashes[2 * i + 1] = None
 
-    def step(self, index: int, mean: Floats, *, lr: float, mu: float, kind: str = "nesterov") -> None:
-        """One outer step of one chunk, for callers who have checked all chunks of the commit before; several threads
-        may work on different chunks."""
+    def step(
+        self, index: int, mean: Floats, *, lr: float, mu: float, kind: str = "nesterov", phase: int = 0, period: int = 1
+    ) -> None:
+        """One outer step of one chunk, see :func:`.outer.outer_step`, for callers who have checked all chunks of the
+        commit before; several threads may work on different chunks."""
         span = self.layout.span(index)
-        outer_step(self.params[span], self.momentum[span], mean, lr, mu, kind)
+        outer_step(self.params[span], self.momentum[span], mean, lr, mu, kind, phase=phase, period=period)
         self._hashes[2 * index] = self._hashes[2 * index + 1] = None
 
     @property

@@ -188,13 +188,13 @@ def test_known_run_id() -> None:
     assert KNOWN.canonical().decode() == (
         '{"access":{"admit":"open","peers":[]},"budget":{"rounds":60},"codec":{"error_feedback":1,"name":"int8"},'
         '"data":{"source":"é"},"inner":{"lr":0.001},"model":{"a":1.5},"name":"known",'
-        '"outer":{"lr":0.7,"momentum":0.6,"optimizer":"nesterov"},"owner":"","protocol":1,'
+        '"outer":{"lr":0.7,"momentum":0.6,"optimizer":"nesterov","period":1},"owner":"","protocol":1,'
         '"round":{"first_lease":100,"grace":0.25,"inner_steps":50,"max_group":16,"max_lease":400,"merge":"carry",'
         '"mix":0.5,"overlap":0,"quorum":2,"silence":5,"weight_cap":25600},'
         '"state":{"checkpoint_every":10,"chunk":4096,"parameters":1000,'
         f'"theta0":"{"00" * 32}"}}}}'
     )
-    assert KNOWN.run_id.hex() == "4fed5e21080621d28e189cf2bb7a7078ec6f4128af94b1e6c6799912b80d16d0"
+    assert KNOWN.run_id.hex() == "40fda1dd2d2a09858d230b820d6b7ad9a2b260337f9de6f1081422e2201bb8c0"
 
 
 @pytest.mark.skipif(not SPECIFICATION.exists(), reason="the documents are not beside the tests")
@@ -269,7 +269,14 @@ def test_an_instance_cannot_change() -> None:
         ({"outer": {"lr": math.inf}}, "outer.lr: expected a finite number, found inf"),
         ({"outer": {"lr": 0.0}}, "outer.lr: expected more than 0.0, found 0.0"),
         ({"outer": {"momentum": 1.0}}, "outer.momentum: expected less than 1.0, found 1.0"),
-        ({"outer": {"optimizer": "adam"}}, "outer.optimizer: expected 'nesterov', found 'adam'"),
+        ({"outer": {"optimizer": "adam"}}, "outer.optimizer: expected 'nesterov', 'delayed-nesterov' or 'sgd', found"),
+        ({"outer": {"optimizer": "sgd"}}, 'outer: momentum = 0.6 with optimizer = "sgd", which has none; set momentum'),
+        ({"outer": {"period": 4}}, 'outer: period = 4 with optimizer = "nesterov"'),
+        ({"outer": {"period": 0}}, "outer.period: expected at least 1"),
+        (
+            {"round": {"merge": "eager", "overlap": 5}, "outer": {"optimizer": "delayed-nesterov", "period": 2}},
+            'round.merge = "eager" previews',
+        ),
         ({"codec": {"name": "int7"}}, "did you mean 'int8'?"),
         ({"codec": {"error_feedback": 1.5}}, "codec.error_feedback: expected at most 1.0, found 1.5"),
         ({"round": {"silence": 0.0}}, "round.silence: expected at least 0.1, found 0.0"),
