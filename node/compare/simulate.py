@@ -145,11 +145,13 @@ class Simulation:
         self.codec: Codec = get_codec(codec.name)
         self.averages: Codec = averages_codec(codec.name)
         self.feedback = 0.0 if self.codec.lossless and not self.scenario.rank else codec.error_feedback
-        self.tau = 0
-        self.overlap = Overlap(Merge.CARRY, outer.lr, outer.momentum)
+        rules = self.manifest.round
+        self.tau = rules.overlap
+        self.overlap = Overlap(Merge(rules.merge), outer.lr, outer.momentum, rules.mix)
         self.fragments = self._fragments()
         self.rounds: list[_Round | None] = [None] * len(self.fragments)
         self.numbers = [0] * len(self.fragments)
+        self.outer_steps = [0] * len(self.fragments)
         self.lowrank = LowRank(self.specs, self.scenario.rank, self.seed) if self.scenario.rank else None
         count = len(self.fragments)
         self.peers = []
@@ -174,11 +176,12 @@ class Simulation:
             if flight is not None and (last or flight.due <= now):
                 self._end(fragment, flight)
         for fragment in range(len(self.fragments)):
-            if self.rounds[fragment] is None and (last or self._ready(fragment)):
-                self._freeze(fragment, now)
-                flight = self.rounds[fragment]
-                if flight is not None and (last or self.tau == 0):
-                    self._end(fragment, flight, flush=last)
+            if not last and self.rounds[fragment] is None and self._ready(fragment):
+                flight = self._freeze(fragment, now)
+                if self.tau == 0:
+                    self._end(fragment, flight)
+            while last and self._able(fragment):
+                self._end(fragment, self._freeze(fragment, now), flush=True)
 
     def _fragments(self) -> list[list[slice]]:
         """The chunks of each fragment: runs of the flat vector, as even as chunks allow."""
@@ -283,27 +286,28 @@ class Simulation:
         return all(steps >= self.inner_steps for steps in peer.steps)
 
     def _ready(self, fragment: int) -> bool:
-        ready = sum(peer.alive and peer.steps[fragment] >= self.inner_steps for peer in self.peers)
+        ready = sum(self.peers[number].steps[fragment] >= self.inner_steps for number in self._able(fragment))
         return ready >= min(self.manifest.round.quorum, self.scenario.peers)
 
     # ---------------------------------------------------------------- rounds
 
-    def _freeze(self, fragment: int, now: int) -> None:
-        """Everybody alive contributes what it has."""
+    def _able(self, fragment: int) -> list[int]:
+        """Those who have something to contribute."""
+        return [n for n, peer in enumerate(self.peers) if peer.alive and peer.tokens[fragment] > 0]
+
+    def _freeze(self, fragment: int, now: int) -> _Round:
+        """Everybody alive contributes what it has; if that are more than a group holds, those with the most."""
         chunks = self.fragments[fragment]
-        entered = {
-            number: self._contribution(peer, fragment, chunks)
-            for number, peer in enumerate(self.peers)
-            if peer.alive and peer.tokens[fragment] > 0
-        }
+        able = sorted(self._able(fragment), key=lambda number: (-self.peers[number].tokens[fragment], number))
+        members = sorted(able[: self.manifest.round.max_group])
+        entered = {number: self._contribution(self.peers[number], fragment, chunks) for number in members}
         self.numbers[fragment] += 1
-        if not entered:
-            return
-        self.rounds[fragment] = _Round(self.numbers[fragment], now + self.tau, entered)
+        flight = self.rounds[fragment] = _Round(self.numbers[fragment], now + self.tau, entered)
         if self.lowrank is None:
-            sent = sum(len(payload) for payload in next(iter(entered.values())).payloads)
+            sent = sum(len(payload) for payload in entered[members[0]].payloads)
             received = sum(self.averages.encoded_size(chunk.stop - chunk.start) for chunk in chunks)
-            self._account(now, len(entered), sent + received)
+            self._account(now, len(members), sent + received)
+        return flight
 
     def _account(self, now: int, members: int, size: int) -> None:
         """A reduction in which every member sends 1/n of ``size`` bytes to each other one."""
@@ -358,9 +362,14 @@ class Simulation:
         self.commits += 1
         means = self._means(fragment, [flight.entered[number] for number in sorted(arrived)], flight)
         outer = self.manifest.outer
+        phase = self.outer_steps[fragment] % outer.period
+        self.outer_steps[fragment] += 1
         for index, (chunk, mean) in enumerate(zip(self.fragments[fragment], means, strict=True)):
             old = self.params[chunk].copy()
-            outer_step(self.params[chunk], self.momentum[chunk], mean, outer.lr, outer.momentum, outer.optimizer)
+            outer_step(
+                self.params[chunk], self.momentum[chunk], mean, outer.lr, outer.momentum, outer.optimizer,
+                phase=phase, period=outer.period,
+            )  # fmt: skip
             for number, peer in enumerate(self.peers):
                 if peer.alive:
                     self._apply(peer, chunk, index, old, flight.entered.get(number), number in arrived)

@@ -57,7 +57,7 @@ DERIVED = (
 """Fields of a manifest that follow from others."""
 WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     "data": ("path", "python", "count"),
-    "round": ("max_group", "silence", "grace", "first_lease", "max_lease"),
+    "round": ("silence", "grace", "first_lease", "max_lease"),
     "state": ("checkpoint_every",),
 }
 """Fields of a manifest that the simulation does not look at."""

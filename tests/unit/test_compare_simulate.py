@@ -57,6 +57,14 @@ def final(manifest: Manifest, scenario: Scenario, seed: int = 0) -> NDArray[np.f
 
 
 LONE = {"outer": {"lr": 1.0, "momentum": 0.0}}
+OVERLAPS: list[dict[str, Any]] = [
+    {},
+    {"overlap": 1},
+    {"overlap": 2},
+    {"overlap": STEPS},
+    {"overlap": 2, "merge": "eager"},
+    {"overlap": STEPS, "merge": "eager"},
+]
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +74,36 @@ def plain(text: str) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize(("void", "fragments"), [(0.0, 1), (0.4, 1), (0.4, 3)])
+@pytest.mark.parametrize("overlap", OVERLAPS, ids=str)
 def test_one_peer_at_rate_one_is_plain_training(
-    text: str, plain: NDArray[np.float32], void: float, fragments: int
+    text: str, plain: NDArray[np.float32], overlap: dict[str, Any], void: float, fragments: int
 ) -> None:
-    found = final(manifest(text, **LONE), Scenario(peers=1, void=void, fragments=fragments), seed=3)
+    found = final(manifest(text, **LONE, round=overlap), Scenario(peers=1, void=void, fragments=fragments), seed=3)
     # the parameters are of the order of one; what is counted twice or not at all shows as 1e-2 and more
     assert np.abs(found - plain).max() < 1e-6
+
+
+@pytest.mark.parametrize("overlap", [{"overlap": 2, "merge": "overwrite"}, {"overlap": 2, "merge": "mix"}], ids=str)
+def test_rules_that_lose_steps_differ(text: str, plain: NDArray[np.float32], overlap: dict[str, Any]) -> None:
+    found = final(manifest(text, **LONE, round=overlap), Scenario(peers=1))
+    assert np.abs(found - plain).max() > 1e-3
+
+
+def test_the_outer_optimizers_are_the_protocol_s(text: str) -> None:
+    """Delayed Nesterov of period 1 is Nesterov, plain SGD is Nesterov without momentum, and a longer period differs."""
+
+    def run(**outer: Any) -> bytes:
+        return final(manifest(text, outer={"lr": 0.7, **outer}), Scenario(peers=2)).tobytes()
+
+    assert run(optimizer="sgd", momentum=0.0) == run(momentum=0.0)
+    assert run(optimizer="delayed-nesterov") == run(momentum=0.6)
+    assert run(optimizer="delayed-nesterov", period=2) != run(momentum=0.6)
+
+
+def test_groups_hold_those_with_the_most_tokens(text: str) -> None:
+    result = simulate(manifest(text, round={"max_group": 1}), Scenario(peers=2), 0, lambda done, total: None)
+    # one after the other; a reduction of one crosses no network
+    assert (result["commits"], result["bytes"]) == (2 * ROUNDS, 0)
 
 
 def test_a_contribution_that_was_lost_is_in_the_next(text: str, plain: NDArray[np.float32]) -> None:
