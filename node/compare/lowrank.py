@@ -74,6 +74,14 @@ def gains(shape: Sequence[int], rank: int) -> bool:
     return len(shape) == 2 and 2 * rank * (shape[0] + shape[1]) <= shape[0] * shape[1] and rank < min(shape)
 
 
+def largest_rank(specs: Sequence[TensorSpec]) -> int:
+    """The highest rank at which some tensor still gains; 0 when none ever does."""
+    rank = 0
+    while any(gains(spec.shape, rank + 1) for spec in specs):
+        rank += 1
+    return rank
+
+
 def orthonormal(matrix: Floats) -> Floats:
     """An orthonormal basis [rows, rank] of the columns, by QR in float64."""
     return np.linalg.qr(matrix.astype(np.float64))[0].astype(np.float32)

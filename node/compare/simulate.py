@@ -25,7 +25,7 @@ from atoll.node.specs import tensor_specs
 from atoll.protocol.codecs import averages_codec, get_codec
 from atoll.protocol.codecs.base import MAX_MAGNITUDE, Codec
 from atoll.protocol.layout import ChunkLayout
-from atoll.protocol.manifest import Manifest
+from atoll.protocol.manifest import Manifest, RoundSection
 from atoll.protocol.outer import outer_step
 from atoll.protocol.overlap import Merge, Overlap, move
 from atoll.protocol.theta0 import theta0
@@ -45,16 +45,26 @@ SAMPLE = 8
 """The curve is scored on every eighth batch of the held-out text, the end on all of it."""
 
 
-def round_ticks(scenario: Scenario, inner_steps: int, quorum: int) -> int:
+def run_ticks(scenario: Scenario, rounds: int, section: RoundSection) -> int:
+    """Ticks in which so many rounds can be had, none being dead."""
+    return -(-rounds * round_ticks(scenario, section) // groups(scenario, section))
+
+
+def round_ticks(scenario: Scenario, section: RoundSection) -> int:
     """Ticks until as many peers as the quorum asks for have done their inner steps, none being dead."""
-    fastest = sorted((scenario.speed(peer) for peer in range(scenario.peers)), reverse=True)
     if scenario.method == "data-parallel":
-        return inner_steps
-    speed = fastest[min(quorum, scenario.peers) - 1]
+        return section.inner_steps
+    fastest = sorted((scenario.speed(peer) for peer in range(scenario.peers)), reverse=True)
+    speed = fastest[min(section.quorum, scenario.peers) - 1]
     ticks = 1
-    while int(ticks * speed) < inner_steps:
+    while int(ticks * speed) < section.inner_steps:
         ticks += 1
     return ticks
+
+
+def groups(scenario: Scenario, section: RoundSection) -> int:
+    """Rounds that it takes for everyone to contribute once."""
+    return 1 if scenario.method == "data-parallel" else -(-scenario.peers // section.max_group)
 
 
 @dataclass
@@ -135,7 +145,7 @@ class Simulation:
         self.curve: list[dict[str, Any]] = []
         self.training_seconds = 0.0
         self.inner_steps = manifest.round.inner_steps
-        self.ticks = manifest.budget.rounds * round_ticks(scenario, self.inner_steps, manifest.round.quorum)
+        self.ticks = run_ticks(scenario, manifest.budget.rounds, manifest.round)
 
     # ---------------------------------------------------------------- what the baseline does otherwise
 

@@ -40,6 +40,7 @@ from atoll.node.run_defaults import complete
 from atoll.protocol.errors import ConfigError, UsageError
 from atoll.protocol.manifest import Manifest
 
+from .lowrank import largest_rank
 from .scenario import Scenario
 
 SWEEP_SEED = 1_000
@@ -201,7 +202,7 @@ def _row(
 
 
 def check_rows(rows: Iterable[Row]) -> None:
-    """Raises :class:`ConfigError` for names that are there twice or missing."""
+    """Raises :class:`ConfigError` for names that are there twice or missing, and for what no model or swarm can do."""
     names: set[str] = set()
     for row in rows:
         if row.name in names:
@@ -215,6 +216,22 @@ def check_rows(rows: Iterable[Row]) -> None:
                 f"row {row.name!r}: quorum = {row.manifest.round.quorum} exceeds peers = {row.scenario.peers}; set "
                 f"manifest.round.quorum to at most {row.scenario.peers}"
             )
+        chunks = -(-row.manifest.state.parameters // row.manifest.state.chunk)
+        if row.scenario.fragments > chunks:
+            raise ConfigError(
+                f"row {row.name!r}: fragments = {row.scenario.fragments} exceeds the model's {chunks} chunks; set it "
+                f"to at most {chunks}, or manifest.state.chunk lower"
+            )
+        if row.scenario.rank:
+            from atoll.node.config import ModelConfig
+            from atoll.node.specs import tensor_specs
+
+            most = largest_rank(tensor_specs(ModelConfig.from_table(row.manifest.model)))
+            if row.scenario.rank > most:
+                raise ConfigError(
+                    f"row {row.name!r}: rank = {row.scenario.rank} makes no matrix of the model half as large; set it "
+                    f"to at most {most}"
+                )
 
 
 def _known(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
@@ -255,12 +272,11 @@ class Job:
     @property
     def tokens(self) -> int:
         """About how many tokens it trains on: what its work is measured by."""
-        from .simulate import round_ticks
+        from .simulate import run_ticks
 
-        scenario, round_ = self.row.scenario, self.manifest.round
-        ticks = self.manifest.budget.rounds * round_ticks(scenario, round_.inner_steps, round_.quorum)
-        speed = sum(scenario.speed(peer) for peer in range(scenario.peers))
-        return round(ticks * speed * _step_tokens(self.manifest))
+        scenario = self.row.scenario
+        ticks = run_ticks(scenario, self.manifest.budget.rounds, self.manifest.round)
+        return round(ticks * scenario.peers * _mean_speed(scenario) * _step_tokens(self.manifest))
 
     def describe(self) -> dict[str, Any]:
         """All that is to be told to whoever runs it."""
@@ -288,17 +304,16 @@ def job(row: Row, seed: int, tokens: int | None, peers: int) -> Job:
     others as many as give their own peers that many tokens. None: the manifest's rounds.
     Raises :class:`UsageError` when not even one round fits.
     """
-    from .simulate import round_ticks
+    from .simulate import groups, round_ticks
 
     scenario, manifest = row.scenario, row.manifest
     tokens = row.tokens or tokens
     if tokens is not None:
-        members = peers if scenario.budget == "time" else scenario.peers
-        speed = 1.0
-        if scenario.budget == "tokens" and scenario.speeds and not scenario.idle:
-            speed = sum(scenario.speeds) / len(scenario.speeds)
-        ticks = tokens / (members * speed * _step_tokens(manifest))
-        rounds = round(ticks / round_ticks(scenario, manifest.round.inner_steps, manifest.round.quorum))
+        if scenario.budget == "time":
+            ticks = tokens / (peers * _step_tokens(manifest))
+        else:
+            ticks = tokens / (scenario.peers * _mean_speed(scenario) * _step_tokens(manifest))
+        rounds = round(ticks / round_ticks(scenario, manifest.round)) * groups(scenario, manifest.round)
         if rounds < 1:
             raise UsageError(f"row {row.name!r}: {tokens} tokens are less than one round; give more --tokens")
         manifest = manifest.replace(budget={"rounds": rounds})
@@ -320,6 +335,10 @@ def baseline_row(reference: Row, rates: tuple[float, ...]) -> Row:
         reference, name="data-parallel", scenario=scenario, against=None, margin=None, chosen={},
         sweep={"scenario.rate": rates} if len(rates) > 1 else {},
     )  # fmt: skip
+
+
+def _mean_speed(scenario: Scenario) -> float:
+    return sum(scenario.speeds) / len(scenario.speeds) if scenario.speeds and not scenario.idle else 1.0
 
 
 def _step_tokens(manifest: Manifest) -> int:

@@ -18,7 +18,7 @@ from atoll.node.compare import report as reports
 from atoll.node.compare.analysis import Terms, survey
 from atoll.node.compare.command import CompareOptions, chosen, read
 from atoll.node.compare.link import Link, Transfer, pack_transfers, unpack_transfers, wall_times
-from atoll.node.compare.lowrank import LowRank, gains
+from atoll.node.compare.lowrank import LowRank, gains, largest_rank
 from atoll.node.compare.merging import radial
 from atoll.node.compare.results import Results
 from atoll.node.compare.scenario import Scenario
@@ -179,6 +179,8 @@ def test_a_study_is_read(manifest: Manifest, tmp_path: Path) -> None:
         ('[[row]]\nname = "a"\nagainst = "z"\n', "no row 'z'"),
         ('[[row]]\nname = "a"\nmanifest = {outer = {lr = -1}}\n', "outer.lr"),
         ('[[row]]\nname = "a"\nscenario = {peers = 1}\n', "quorum"),
+        ('[[row]]\nname = "a"\nscenario = {fragments = 60}\n', "at most 3"),
+        ('[[row]]\nname = "a"\nscenario = {rank = 60}\n', "at most 7"),
         ('[[row]]\nname = "a"\n[row.sweep]\nlr = [1]\n', "table.key"),
         ('[[row]]\nname = "a"\n[row.sweep]\n"outer.speed" = [1]\n', "speed"),
         ('[[row]]\nname = "a"\nmargin = 0\n', "margin"),
@@ -226,12 +228,16 @@ def test_budgets(manifest: Manifest) -> None:
     assert rounds(8 * whole, peers=2) == (16, 8 * whole)
     assert rounds(8 * whole, peers=2, budget="time") == (8, 4 * whole)
     # a quorum of two: rounds end when the second fastest is ready
-    assert round_ticks(Scenario(speeds=(1, 1, 2, 4)), 10, 2) == 5
+    assert round_ticks(Scenario(speeds=(1, 1, 2, 4)), manifest.round) == 5
     assert rounds(8 * whole, speeds=[1, 1, 2, 4], budget="time") == (16, 16 * whole)
     assert rounds(8 * whole, speeds=[1, 1, 2, 4]) == (8, 8 * whole)
     assert rounds(8 * whole, method="data-parallel") == (8, 8 * whole)
     with pytest.raises(UsageError, match="less than one round"):
         rounds(100)
+    # groups of two of four peers: twice the rounds
+    small = manifest.replace(round={"max_group": 2})
+    found = job(Row("a", small, Scenario()), 0, 8 * whole, 4)
+    assert (found.manifest.budget.rounds, found.tokens) == (16, 8 * whole)
 
 
 # ---------------------------------------------------------------------- what is run, and what it says
@@ -405,6 +411,7 @@ def test_only_matrices_that_gain_are_factored() -> None:
     assert set(LowRank(SPECS, 2, 0).factors) == {"w"}
     assert not gains((16,), 1)
     assert not gains((24, 16), 8)
+    assert largest_rank(SPECS) == 4
 
 
 def test_radial_merging_keeps_the_length_that_a_mean_loses() -> None:
