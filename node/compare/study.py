@@ -31,6 +31,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +318,13 @@ def job(row: Row, seed: int, tokens: int | None, peers: int) -> Job:
         if rounds < 1:
             raise UsageError(f"row {row.name!r}: {tokens} tokens are less than one round; give more --tokens")
         manifest = manifest.replace(budget={"rounds": rounds})
-    return Job(row, seed, changed(manifest, {"model": {"seed": int(manifest.model.get("seed", 0)) + seed}}))
+    return Job(row, seed, _seeded(manifest, seed))
+
+
+@lru_cache(maxsize=4096)
+def _seeded(manifest: Manifest, seed: int) -> Manifest:
+    """With other initial parameters and another order of the text."""
+    return changed(manifest, {"model": {"seed": int(manifest.model.get("seed", 0)) + seed}})
 
 
 def aa_row(reference: Row) -> Row:
