@@ -75,7 +75,7 @@ def run_compare(options: CompareOptions) -> int:
         lines, missing = survey(rows, terms, _finder(results, options))
         if not any(line.results for line in lines):
             console.print("nothing has finished yet; the same command goes on", highlight=False)
-            return 0 if options.run and complete else INTERRUPTED
+            return 0 if complete else INTERRUPTED
         report = reports.build(lines, options.link, options.step_time)
         reports.write(report, options.out)
         plot(report, options.out / "compare.png")

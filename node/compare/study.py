@@ -291,9 +291,13 @@ class Job:
         for section, names in WITHOUT_EFFECT.items():
             for name in names:
                 manifest[section].pop(name, None)
-        if not manifest["round"].get("overlap"):
+        if not manifest["round"]["overlap"]:
             for name in ("overlap", "merge", "mix"):
-                manifest["round"].pop(name, None)
+                del manifest["round"][name]
+        if manifest["round"]["max_group"] >= self.row.scenario.peers:
+            del manifest["round"]["max_group"]
+        if manifest["outer"]["period"] == 1:
+            del manifest["outer"]["period"]
         text = json.dumps([{**described, "manifest": manifest}, code], sort_keys=True)
         return blake3(text.encode()).hexdigest()[:32]
 

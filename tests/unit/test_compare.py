@@ -212,9 +212,10 @@ def test_seeds_change_the_start_and_the_text(manifest: Manifest) -> None:
     assert other.manifest.state.theta0 == zero.manifest.state.theta0
     assert len({each.key("code") for each in (zero, one, other)} | {zero.key("other code")}) == 4
     # names, signatures and what only a network knows are no part of what is trained
-    same = manifest.replace(name="other", round={"silence": 9.0, "max_lease": 999})
+    same = manifest.replace(name="other", round={"silence": 9.0, "max_lease": 999, "max_group": 4})
     assert job(Row("b", same, Scenario()), 0, None, 4).key("") == zero.key("")
-    assert job(Row("b", manifest.replace(outer={"lr": 0.5}), Scenario()), 0, None, 4).key("") != zero.key("")
+    for change in ({"outer": {"lr": 0.5}}, {"round": {"max_group": 3}}, {"round": {"overlap": 2}}):
+        assert job(Row("b", manifest.replace(**change), Scenario()), 0, None, 4).key("") != zero.key("")
 
 
 def test_budgets(manifest: Manifest) -> None:
