@@ -176,11 +176,15 @@ class Simulation:
             alive = self.scenario.alive(number, share)
             if alive and not peer.alive:
                 self._return(peer)
+            elif peer.alive and not alive:
+                for flight in self.rounds:
+                    if flight is not None:
+                        flight.entered.pop(number, None)
             peer.alive = alive
             speed = self.scenario.speed(number)
             for _ in range(int(speed * now) - int(speed * (now - 1)) if alive else 0):
                 if not (self.scenario.idle and self._done(peer)):
-                    self._train(peer)
+                    self._train(number)
         last = now == self.ticks
         for fragment, flight in enumerate(self.rounds):
             if flight is not None and (last or flight.due <= now):
@@ -270,19 +274,17 @@ class Simulation:
 
     # ---------------------------------------------------------------- peers
 
-    def _train(self, peer: _Peer) -> None:
+    def _train(self, number: int) -> None:
+        peer = self.peers[number]
         # as in the protocol: outer steps of the run, and steps since the last contribution
+        outer, done = self.commits // len(self.fragments), peer.steps[-1]
         last = self.rounds[-1]
-        in_flight = last is not None and any(self.peers[number] is peer for number in last.entered)
-        done = peer.steps[-1] - (self._entered(peer, last).steps if last is not None and in_flight else 0)
-        outer = self.commits // len(self.fragments) + (1 if in_flight else 0)
+        if last is not None and number in last.entered:
+            outer, done = outer + 1, done - last.entered[number].steps
         tokens = self._step(peer.learner, outer, done)
         for fragment in range(len(self.fragments)):
             peer.steps[fragment] += 1
             peer.tokens[fragment] += tokens
-
-    def _entered(self, peer: _Peer, flight: _Round) -> _Frozen:
-        return next(frozen for number, frozen in flight.entered.items() if self.peers[number] is peer)
 
     def _return(self, peer: _Peer) -> None:
         """Back from the dead: the global parameters, and nothing else of what it had."""
@@ -357,14 +359,10 @@ class Simulation:
         """The round's commit reaches everybody, or it has come to nothing. With ``flush`` nothing gets lost: what the
         run is judged by holds the steps of everyone."""
         self.rounds[fragment] = None
-        arrived = {
-            number
-            for number in flight.entered
-            if self.peers[number].alive
-            and self._draw(fragment, flight.number, number) >= self.scenario.lost * (not flush)
-        }
+        lost = 0.0 if flush else self.scenario.lost
+        arrived = {number for number in flight.entered if self._draw(fragment, flight.number, number) >= lost}
         self.lost += len(flight.entered) - len(arrived)
-        void = self._draw(fragment, flight.number, len(self.peers)) < self.scenario.void * (not flush)
+        void = not flush and self._draw(fragment, flight.number, len(self.peers)) < self.scenario.void
         if void or not arrived:
             self.voids += 1
             self._abort(fragment, flight)

@@ -150,6 +150,13 @@ def test_the_dead_are_missed_and_return_with_the_global_parameters(text: str) ->
     assert dead["commits"] == whole["commits"]
 
 
+def test_a_contribution_dies_with_its_peer(text: str) -> None:
+    """Of a peer that dies while its round is in flight, and is back before it ends, nothing is applied twice."""
+    short = ((0, 7 / 24, 8 / 24),)  # one tick, the second after the round's freeze
+    found = simulate(manifest(text, round={"overlap": 4}), Scenario(peers=1, deaths=short), 0, lambda done, total: None)
+    assert (found["voids"], found["tokens"]) == (1, (STEPS * ROUNDS - 1) * 2 * 32)
+
+
 def test_nobody_waits_for_the_slow_unless_told_to(text: str) -> None:
     uneven = {"peers": 2, "speeds": (1.0, 3.0)}
     assert round_ticks(Scenario(**uneven), manifest(text).round) == 2
