@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -89,6 +90,9 @@ async def _train(session: Session, options: NodeOptions, name: str) -> None:
         raise
     try:
         await prepared
+        if manifest.round.overlap and island.device == "cpu":
+            # A round in flight must not take the cores on which training goes on.
+            session.transport.use_threads(min((os.cpu_count() or 1) - island.threads, 2))
         started(session, name, island.device)
         await _live(
             session,

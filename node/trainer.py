@@ -75,6 +75,8 @@ class TrainerProcess(Island):
         """Allocates the shared memory; :meth:`start` makes the child as well."""
         self.device = device
         """As asked for; once the child is ready, the device it uses (``cpu``, ``cuda:0``)."""
+        self.threads = 0
+        """Threads that the child computes with on a CPU, once it is ready."""
         self.restarts = 0
         self._log: Log = log if log is not None else lambda event, fields: None
         self._memory = SharedMemory.create(count_parameters(model), frozen=overlap)
@@ -490,7 +492,7 @@ class TrainerProcess(Island):
     def _begin(self, ready: Ready, writer: asyncio.StreamWriter) -> None:
         """The child is ready: tell it the state, and let it train if it should."""
         self._writer, self._failure = writer, None
-        self.device = ready.device
+        self.device, self.threads = ready.device, ready.threads
         counters = self._memory.read()
         counters.micro_batch = ready.micro_batch
         self._memory.write(counters)

@@ -278,6 +278,11 @@ class HivemindTransport(Transport):
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, functools.partial(function, *args, **kwargs))
 
+    def use_threads(self, count: int) -> None:
+        """Another size of the pool of :meth:`offload`; what is being done there is finished."""
+        before, self._pool = self._pool, ThreadPoolExecutor(max(1, count), thread_name_prefix="atoll-offload")
+        before.shutdown(wait=False)
+
     def addresses(self) -> list[str]:
         return list(self._addresses)
 

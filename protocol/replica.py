@@ -207,7 +207,7 @@ class Replica:
                 move(local[span], keep, out)
             return len(new) if mine else 0, Run(span.start, span.stop, keep)
 
-        done = spread(one, range(len(chunks)), 4 * self.layout.chunk)
+        done = spread(one, range(len(chunks)), 4 * self.layout.chunk, spare=shift is not None)
         self.position = position_of(body, commit_id)
         self._digest = None
         share = sum(size for size, _ in done) / self.layout.parameters
@@ -231,7 +231,7 @@ class Replica:
             start = rule.start(part, self.state.params[span], self.state.momentum[span], np.empty_like(part))
             rule.aborted(part, start, part)
 
-        spread(one, range(self.layout.count), 4 * self.layout.chunk)
+        spread(one, range(self.layout.count), 4 * self.layout.chunk, spare=1)
         return [Run(0, self.layout.parameters, 1.0)]
 
     def adopt(self, state: GlobalState, position: Position) -> None:

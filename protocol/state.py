@@ -25,9 +25,10 @@ PARALLEL_BYTES = 32 << 20
 """Bytes from which work on chunks spreads over threads; below, starting them costs more than it saves."""
 
 
-def spread(work: Callable[[int], T], items: Sequence[int], size: int) -> list[T]:
-    """``work`` of each item, over several threads where they pay. ``size``: bytes that an item stands for."""
-    workers = min(len(items), 8, os.cpu_count() or 1)
+def spread(work: Callable[[int], T], items: Sequence[int], size: int, *, spare: int = 0) -> list[T]:
+    """``work`` of each item, over several threads where they pay. ``size``: bytes that an item stands for; ``spare``:
+    cores that are left alone, for whoever trains there meanwhile."""
+    workers = min(len(items), 8, max((os.cpu_count() or 1) - spare, 1))
     if workers < 2 or len(items) * size < PARALLEL_BYTES:
         return [work(item) for item in items]
     with ThreadPoolExecutor(workers, thread_name_prefix="state") as pool:
