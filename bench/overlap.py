@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from atoll.node.trainer import TrainerProcess
+from atoll.node.worker import die_with_parent
 from atoll.protocol.island import Island, Progress, Run, Snapshot
 from atoll.protocol.messages import Span
 
@@ -123,6 +124,7 @@ class Idle(Island):
 
 def peer_main(connection: Connection, index: int, options: dict[str, Any]) -> None:
     """Entry of a peer's process: 0 trains, 1 does not. Answers its addresses, then takes the other's and runs."""
+    die_with_parent()
     if index and hasattr(os, "sched_setaffinity"):
         os.setsid()
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
@@ -134,9 +136,9 @@ def peer_main(connection: Connection, index: int, options: dict[str, Any]) -> No
 
 def give_way(pid: int) -> None:
     """What would be on another machine gives way to what is measured: the process, and on Linux its session."""
-    os.setpriority(os.PRIO_PROCESS, pid, 19)
+    os.setpriority(os.PRIO_PROCESS, pid, 10)
     with suppress(OSError), open(f"/proc/{pid}/autogroup", "w") as group:
-        group.write("19")
+        group.write("10")
 
 
 async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> None:
