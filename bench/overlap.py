@@ -4,9 +4,10 @@ A node's own trainer child (one thread, AdamW) trains a model of some 10M parame
 rounds over libp2p with another one, which brings numbers but does not train: its processes are bound to the last core
 and give way to all others, since in a run they would be on another machine. Inner steps that a round in flight touches
 (from the copy at the freeze until the digest after the commit is known) are compared with all others of the same run:
-the ratio of the medians, and of the means. ``copy`` is one copy of the parameters between the same two memories,
-measured after the run; ``freeze`` and ``move`` are how long training stood still in a round, at the contribution and
-at the commit.
+the ratio of the medians, of the means, and of the medians of the processor time that a step took, which other load on
+the machine changes least. ``peer CPU s`` is what the peer and its p2p daemon used in a whole round, training not
+included. ``copy`` is one copy of the parameters between the same two memories, measured after the run; ``freeze`` and
+``move`` are how long training stood still in a round, at the contribution and at the commit.
 
 First on loopback, where a round is as dense as it can be, then behind links of so many Mbit/s (needs root).
 """
@@ -34,7 +35,7 @@ from atoll.node.worker import die_with_parent
 from atoll.protocol.island import Island, Progress, Run, Snapshot
 from atoll.protocol.messages import Span
 
-from ._common import Crew, Row, table, write_rows
+from ._common import Crew, Row, cpu, table, write_rows
 from ._network import Network, Unavailable, enter
 
 BATCH, CONTEXT = 1, 64
@@ -42,6 +43,7 @@ COLUMNS = [
     ("mbit", "Mbit/s", ".0f"), ("millions", "M params", ".1f"), ("codec", "codec", "s"), ("rounds", "rounds", "d"),
     ("flight", "in flight s", ".2f"), ("inside", "steps in", "d"), ("outside", "steps out", "d"),
     ("step_ms", "step ms", ".1f"), ("ratio", "in/out, median", ".3f"), ("mean_ratio", "mean", ".3f"),
+    ("cpu_ratio", "CPU", ".3f"), ("peer_cpu", "peer CPU s", ".2f"),
     ("copy_ms", "copy ms", ".1f"), ("freeze_ms", "freeze ms", ".1f"), ("move_ms", "move ms", ".1f"),
 ]  # fmt: skip
 POLL = 0.004
@@ -53,8 +55,8 @@ class Watched(TrainerProcess):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.steps: list[tuple[float, float]] = []
-        """Beginning and end of each step, by the monotonic clock."""
+        self.steps: list[tuple[float, float, float]] = []
+        """Beginning and end of each step, by the monotonic clock, and its processor seconds."""
         self.departed: list[float] = []
         self.froze: list[float] = []
         self.moved: list[float] = []
@@ -65,7 +67,7 @@ class Watched(TrainerProcess):
             counters = self._memory.read()
             if counters.begun and counters.drawn != drawn:
                 if counters.drawn - drawn == self._batch and begun:
-                    self.steps.append((begun, begun + counters.took))
+                    self.steps.append((begun, begun + counters.took, counters.cpu))
                 drawn, begun = counters.drawn, counters.begun
             await asyncio.sleep(POLL)
 
@@ -164,6 +166,7 @@ async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> 
     model = ModelConfig.from_table(manifest.model)
     layout = ChunkLayout(manifest.state.parameters, manifest.state.chunk)
     flights: list[float] = []
+    spent: list[float] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         signer = load_or_create_identity(folder / "key")
@@ -189,6 +192,7 @@ async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> 
         def events(event: str, /, **fields: Any) -> None:
             if event == "digest":
                 flights.append(time.monotonic())
+                spent.append(cpu(os.getpid()) + cpu(transport.daemon_pid or os.getpid()))
             elif event == "warning" or (event == "void" and fields["roster"]):
                 print(f"peer {index}: {event} {fields}", file=sys.stderr, flush=True)
 
@@ -205,7 +209,11 @@ async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> 
         answer: Row = {}
         if isinstance(island, Watched) and watching is not None:
             watching.cancel()
-            answer = judge(island, flights) | {"params": layout.parameters, "copy_ms": 1000 * copying(island)}
+            answer = judge(island, flights) | {
+                "params": layout.parameters,
+                "copy_ms": 1000 * copying(island),
+                "peer_cpu": (spent[-1] - spent[2]) / (len(spent) - 3),
+            }
         await island.close()
         await transport.close()
         store.close()
@@ -226,20 +234,27 @@ def copying(island: Watched) -> float:
 def judge(island: Watched, digests: Sequence[float]) -> Row:
     """Steps with a round in flight against the others, from the second round on."""
     flights = [(begin, min((at for at in digests if at > begin), default=begin)) for begin in island.departed][2:]
-    inside, outside = [], []
-    for begin, end in island.steps:
+    inside: list[tuple[float, float]] = []
+    outside: list[tuple[float, float]] = []
+    for begin, end, used in island.steps:
         if begin < flights[0][0]:
             continue
         touched = any(begin < stop and start < end for start, stop in flights)
-        (inside if touched else outside).append(end - begin)
+        (inside if touched else outside).append((end - begin, used))
+    ratios = [
+        average(step[which] for step in inside) / average(step[which] for step in outside)
+        for which, average in ((0, statistics.median), (0, statistics.mean), (1, statistics.median))
+    ]
     return {
         "rounds": len(flights),
         "flight": statistics.median(stop - start for start, stop in flights),
         "inside": len(inside),
         "outside": len(outside),
-        "step_ms": 1000 * statistics.median(outside),
-        "ratio": statistics.median(inside) / statistics.median(outside),
-        "mean_ratio": statistics.mean(inside) / statistics.mean(outside),
+        "step_ms": 1000 * statistics.median(wall for wall, _ in outside),
+        "step_cpu_ms": 1000 * statistics.median(used for _, used in outside),
+        "ratio": ratios[0],
+        "mean_ratio": ratios[1],
+        "cpu_ratio": ratios[2],
         "freeze_ms": 1000 * statistics.median(island.froze[2:]),
         "move_ms": 1000 * statistics.median(island.moved[2:]),
     }

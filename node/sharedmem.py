@@ -45,6 +45,8 @@ class Counters:
     """``time.monotonic()`` when the running step began; 0 between steps."""
     took: float = 0.0
     """Seconds of the last step."""
+    cpu: float = 0.0
+    """Processor seconds of the last step, all threads together."""
     moved: int = 0
     """Number of the last move of the parameters that was begun: after a death in the middle nobody knows them."""
 

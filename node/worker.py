@@ -216,6 +216,7 @@ class Worker:
         units = self.draw()
         counters.drawn += len(units)
         counters.begun = begun = time.monotonic()
+        used = time.process_time()
         memory.write(counters)
         loss = self.learner.step(np.array(units, np.int64), self.outer_step, counters.steps)
         took = time.monotonic() - begun
@@ -224,7 +225,7 @@ class Worker:
         counters.steps += 1
         counters.tokens += self.learner.tokens_per_step
         counters.units += len(units)
-        counters.took = took
+        counters.took, counters.cpu = took, time.process_time() - used
         counters.step_time = _smooth(counters.step_time or took, took)
         if loss == loss:
             counters.loss = _smooth(counters.loss if counters.loss == counters.loss else loss, loss)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -245,6 +246,13 @@ def test_limits_closing_and_defects(tmp_path: Path) -> None:
             with pytest.raises(StreamClosed):
                 await asyncio.wait_for(reading, 1)
             assert await client.offload(lambda a, b: a + b, 1, b=2) == 3
+            gate = threading.Event()
+            held = [asyncio.ensure_future(client.offload(gate.wait, 60)) for _ in range(3)]
+            await asyncio.sleep(0)
+            client.use_threads(1)
+            assert await client.offload(len, "another pool") == 12
+            gate.set()
+            assert await asyncio.gather(*held) == [True] * 3, "what the last pool had begun or was given is done"
         finally:
             await client.close()
             await server.close()
