@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
