@@ -1145,8 +1145,10 @@ class Peer:
                     self.messenger.post_all(list(calling.busy), call)
             else:
                 for peer in calling.expected - calling.answered - calling.busy.keys():
-                    # It reports and does not answer: it is called all the same, and waited for again after a while.
-                    self._put_off(self._deaf, peer)
+                    # It speaks and does not answer: it is called all the same, and waited for again after a while. Who
+                    # fell silent meanwhile may be frozen, or cut off; that is no reason to do without it afterwards.
+                    if self.messenger.heard(peer) > (now + window) / 2:
+                        self._put_off(self._deaf, peer)
             self._calling = None
             if any(self._earlier(other, self.transport.peer_id) for other in calling.busy.values()):
                 return
