@@ -718,7 +718,7 @@ class Peer:
             wait = sorted(0.0 if report.ready else report.eta or 1e9 for report in trainers)[needed - 1]
             without = [
                 peer for peer, report in live.items()
-                if not (report.leased or report.tokens) and self._reached(self._patience.get(peer, (0, now))[1])
+                if not report.leased and self._reached(self._patience.get(peer, (0, now))[1])
             ]  # fmt: skip
             # It costs next to nothing, but whoever says that it has no samples must not cause one after another.
             near = wait <= 2 * self._silence or not self._reached(self._base_since + self._silence / 2)
@@ -1105,7 +1105,7 @@ class Peer:
         if due is Due.LEASES:
             chosen.sort(key=lambda peer: live[peer].leased > 0)
             for peer, report in [*live.items(), (self.transport.peer_id, self._own_report())]:
-                if not (report.leased or report.tokens):
+                if not report.leased:
                     count = self._patience.get(peer, (0, 0.0))[0] + 1
                     self._patience[peer] = (count, now + self._silence * 2 ** min(count, 10))
         chosen = chosen[: rules.max_group - 1]
