@@ -38,7 +38,13 @@ swarm: $(STAMP) ## train a model with four nodes on this machine, about four min
 
 .PHONY: test
 test: $(STAMP) ## all tests: unit, simulated swarm, real processes
+ifeq ($(ARGS),)
+	# What only computes shares the cores; swarms of real processes have them for themselves.
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --durations=15 tests/unit tests/simulated
+	$(BIN)/python -m pytest --durations=15 tests/real
+else
 	$(BIN)/python -m pytest --durations=15 $(ARGS)
+endif
 
 .PHONY: churn
 churn: $(STAMP) ## simulated swarms under every kind of fault, a fixed set of seeds, about a minute
