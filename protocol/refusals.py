@@ -41,6 +41,11 @@ class Refusals:
         self._all = _Count(now())
         self._peers: OrderedDict[str, _Count] = OrderedDict()
 
+    def forget(self) -> None:
+        """Begin a new window for everybody."""
+        self._all = _Count(self._now())
+        self._peers.clear()
+
     def __call__(self, event: str, /, **fields: Any) -> None:
         if event != "refused":
             self._events(event, **fields)

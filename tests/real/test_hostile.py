@@ -28,6 +28,7 @@ from atoll.protocol.messages import Commit, hash_of
 from atoll.protocol.messenger import PROTOCOL as CONTROL
 from atoll.protocol.quota import PLACES
 from atoll.protocol.records import RecordGate
+from atoll.protocol.refusals import Refusals
 from atoll.protocol.transport import Standing, Transport
 
 from ..hostile import (
@@ -121,7 +122,12 @@ class RealSwarm(Swarm):
     async def play(self, case: Case) -> None:
         attack = self.attack
         for name in self.lives:
-            self.life(name).peer._strikes.clear()  # of the cases before: it would get no part for many commits
+            # Of the cases before. For strikes it would get no part for many commits; and on a fast machine the cases
+            # of a minute are more than what is logged of one peer.
+            self.life(name).peer._strikes.clear()
+            refusals = self.life(name).peer._events
+            assert isinstance(refusals, Refusals)
+            refusals.forget()
         attack.rosters, attack.rounds, attack.case = [], [], case
         first = len(self.events)
         await self.until("a round with the hostile peer", lambda: attack.rosters)
