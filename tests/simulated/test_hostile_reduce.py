@@ -81,24 +81,23 @@ class Attacked(Swarm):
         assert len({self.life(name).peer.head.id for name in HONEST}) == 1 or len(self.commits) >= 4
 
 
-@pytest.mark.parametrize("case", MEMBER, ids=lambda case: case.name)
-def test_a_hostile_member(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    swarm = Attacked(tmp_path, monkeypatch)
+def completed_without(case: Case, swarm: Attacked) -> None:
+    """Play the case, and see that the attacked roster commits and that the hostile peer is named as the case says."""
     swarm.play(case)
     commit = swarm.of_roster(swarm.attack.rosters[0])
     assert commit is not None, swarm.named("void")
     refused = [(name, fields) for _, name, fields in swarm.named("refused")]
     assert verdict(case, swarm.attack, swarm.ids, refused, commit) == []
+
+
+@pytest.mark.parametrize("case", MEMBER, ids=lambda case: case.name)
+def test_a_hostile_member(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    completed_without(case, Attacked(tmp_path, monkeypatch))
 
 
 @pytest.mark.parametrize("case", REDUCER, ids=lambda case: case.name)
 def test_a_hostile_reducer(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    swarm = Attacked(tmp_path, monkeypatch)
-    swarm.play(case)
-    commit = swarm.of_roster(swarm.attack.rosters[0])
-    assert commit is not None, swarm.named("void")
-    refused = [(name, fields) for _, name, fields in swarm.named("refused")]
-    assert verdict(case, swarm.attack, swarm.ids, refused, commit) == []
+    completed_without(case, Attacked(tmp_path, monkeypatch))
 
 
 def test_a_reducer_that_tells_everyone_another_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
