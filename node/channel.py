@@ -63,12 +63,15 @@ class Move(msgspec.Struct, tag="move", frozen=True):
 
 
 class Resume(msgspec.Struct, tag="resume", frozen=True):
-    """Parent → child: train on. The parent has already set the counters."""
+    """Parent → child: lower the counters (see :class:`Move`) and train on."""
 
+    number: int
     reload: bool
     outer_step: int
     until: int | None
-    """Pause again at this number of steps."""
+    """Pause again at this number of steps, the counters being lowered."""
+    spent: float = 0.0
+    of: tuple[int, int, int] | None = None
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):

@@ -4,8 +4,10 @@ that overlap rounds and training) those that a round averages.
 It is anonymous (``memfd_create``; elsewhere an unlinked, fully allocated file) and passed by descriptor, so it needs
 no room in /dev/shm, has no name to clean up, and is gone with the last process that holds it.
 
-The counters have one writer at a time: the child while it trains, the parent between a freeze and the next resume.
-A sequence number, odd during a write, lets the parent read a consistent set at any time without asking.
+The counters have one writer: the child, as long as there is one that has begun to take orders. What the parent wants
+changed goes to it as an order; only between two children does the parent write. Each write fills the one of two slots
+that is not in use and then turns to it, so the parent reads a consistent set at any time without asking, and a child
+that is stopped or killed in the middle of a write has changed nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atoll.protocol.errors import ResourceError
+from atoll.protocol.overlap import left
 
 PAGE = 4096
 
@@ -49,9 +52,22 @@ class Counters:
     """Processor seconds of the last step, all threads together."""
     moved: int = 0
     """Number of the last move of the parameters that was begun: after a death in the middle nobody knows them."""
+    spent: int = 0
+    """Number of the last order by which counters were lowered: what later ones take is not off them yet."""
+
+    def spend(self, number: int, share: float, of: tuple[int, int, int] | None) -> None:
+        """Take off what a commit has taken over, by order ``number``: a share of the counters, or of those of the
+        snapshot ``of`` (steps, tokens, units); see :func:`atoll.protocol.overlap.left`."""
+        steps, tokens, units = of or (None, None, None)
+        self.steps = left(self.steps, share, steps)
+        self.tokens = left(self.tokens, share, tokens)
+        self.units = left(self.units, share, units)
+        self.spent = number
 
 
 _FIELDS = len(fields(Counters))
+SLOT = 1024
+"""Bytes of one set of counters, and of what stands before the first."""
 
 
 class SharedMemory:
@@ -62,9 +78,9 @@ class SharedMemory:
         """Map an existing descriptor, which stays the caller's to close (the mapping lives on without it)."""
         self.fd = fd
         self._map = mmap.mmap(fd, _size(parameters, frozen))
-        self._sequence = np.frombuffer(self._map, np.int64, 1)
+        self._writes = np.frombuffer(self._map, np.int64, 1)
         # every counter as float64: exact for integers below 2**53
-        self._values = np.frombuffer(self._map, np.float64, _FIELDS, 64)
+        self._slots = [np.frombuffer(self._map, np.float64, _FIELDS, SLOT * (1 + slot)) for slot in range(2)]
         self.array: NDArray[np.float32] = np.frombuffer(self._map, np.float32, parameters, PAGE)
         self.frozen: NDArray[np.float32] | None = None
         if frozen:
@@ -99,26 +115,19 @@ class SharedMemory:
         return memory
 
     def write(self, counters: Counters) -> None:
-        """Publish all counters at once."""
-        self._sequence[0] += 1
-        self._values[:] = astuple(counters)
-        self._sequence[0] += 1
+        """Publish all counters at once. One writer at a time."""
+        writes = int(self._writes[0]) + 1
+        self._slots[writes % 2][:] = astuple(counters)
+        self._writes[0] = writes
 
     def read(self) -> Counters:
-        """A consistent set of counters.
-
-        A writer that died in the middle of a write leaves an odd number for ever, so this does not wait for long.
-        """
-        for _ in range(1000):
-            before = int(self._sequence[0])
-            values = self._values.tolist()
-            if before % 2 == 0 and int(self._sequence[0]) == before:
-                break
-        return Counters(*(int(v) if kind else v for kind, v in zip(_INTEGER, values, strict=True)))
-
-    def repair(self) -> None:
-        """After the death of the writer: make the sequence number even again."""
-        self._sequence[0] += int(self._sequence[0]) % 2
+        """A consistent set of counters: the newest that was written whole."""
+        while True:
+            writes = int(self._writes[0])
+            values = self._slots[writes % 2].tolist()
+            # the writer is at the other slot until the next write has ended
+            if int(self._writes[0]) == writes:
+                return Counters(*(int(v) if kind else v for kind, v in zip(_INTEGER, values, strict=True)))
 
     def close(self) -> None:
         """Close the descriptor; the mapping goes when nobody uses ``array`` any more. Idempotent."""

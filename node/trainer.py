@@ -15,13 +15,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from atoll.protocol import errors
 from atoll.protocol.errors import AtollError, ResourceError
 from atoll.protocol.island import Island, Progress, Run, Snapshot
 from atoll.protocol.messages import Span
-from atoll.protocol.overlap import left, move
+from atoll.protocol.overlap import move
 
 from .channel import Failed, Freeze, Frozen, Grant, Move, Moved, Ready, Resume, Revoke, Setup, ToChild, line, to_parent
 from .config import DataConfig, InnerConfig, ModelConfig
@@ -103,8 +103,10 @@ class TrainerProcess(Island):
         self._passed = 0
         """Units of this generation that left ``_spans`` because they were drawn."""
         self._epoch = 0
+        self._orders = 0
+        """Freezes, snapshots, moves and resumes so far; each has its number."""
         self._asked = 0
-        """Freezes, snapshots and moves so far."""
+        """Number of the last one that is to be answered."""
         self._outer_step = 0
         self._until: int | None = None
         """Number of steps at which the child pauses while a round is in flight."""
@@ -112,6 +114,10 @@ class TrainerProcess(Island):
         """Held while a thread of this side writes ``local``: no child may read it then."""
         self._training = False
         """Whether the child is to train: resumed, and not frozen since."""
+        self._spending: list[_Spending] = []
+        """Orders to lower the counters that no child may have followed yet."""
+        self._alone = True
+        """Whether no child is there that writes the counters, so that this side may."""
         self._base = self._memory.read()
         """Counters that belong to what ``local`` held at the last freeze or resume."""
         self._process: asyncio.subprocess.Process | None = None
@@ -189,7 +195,7 @@ class TrainerProcess(Island):
         raise await asyncio.shield(self._end)
 
     def progress(self) -> Progress:
-        counters = self._memory.read()
+        counters = self._counters()
         rate = self._batch * self._setup.model["context"] / counters.step_time if counters.step_time else 0.0
         return Progress(
             steps=counters.steps,
@@ -227,7 +233,7 @@ class TrainerProcess(Island):
         self._until = None
         answer = await self._ask(Freeze(self._number()))
         assert isinstance(answer, Frozen)
-        self._base = self._memory.read()
+        self._base = self._counters()
         return self._snapshot(answer, 0.0)
 
     async def snapshot(self, ahead: int) -> Snapshot:
@@ -240,7 +246,7 @@ class TrainerProcess(Island):
         self._training = True
         self._until = answer.steps + ahead
         if not self._shares:
-            counters = self._memory.read()
+            counters = self._counters()
             counters.steps, counters.tokens, counters.units = answer.steps, answer.tokens, answer.units
             self._base = counters
             async with self._writing:
@@ -251,27 +257,24 @@ class TrainerProcess(Island):
         self, *, reload: bool, spent: float, outer_step: int, of: Snapshot | None = None, ahead: int | None = None
     ) -> None:
         self._outer_step = outer_step
+        order = self._spend(self._number(), spent, of)
         if self._training:
-            # only a limit is lifted; the counters are the child's
+            # only a limit is lifted
             assert not reload
             assert not spent
             self._until = None
         else:
-            # the child is frozen or gone, so this side may write the counters
-            counters = self._memory.read()
-            _spend(counters, spent, of)
-            self._memory.write(counters)
-            self._base = counters
+            self._base = self._counters()
             self._training = True
-            self._until = counters.steps + ahead if ahead is not None else None
-        self._tell(Resume(reload, outer_step, self._until))
+            self._until = self._base.steps + ahead if ahead is not None else None
+        self._tell(Resume(order.number, reload, outer_step, self._until, order.share, order.of))
 
     async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> float:
         self._outer_step = outer_step
         self._until = None
         number = self._number()
-        counts = (of.steps, of.tokens, of.units) if of is not None else None
-        order = Move(number, [(run.start, run.stop, run.keep) for run in runs], spent, counts, outer_step)
+        spending = _Spending.of_snapshot(number, spent, of)
+        order = Move(number, [(run.start, run.stop, run.keep) for run in runs], spent, spending.of, outer_step)
         try:
             answer = await self._ask(order)
         except ResourceError as error:
@@ -280,17 +283,14 @@ class TrainerProcess(Island):
                 self._training = False
                 raise ResourceError(f"the trainer ended while its parameters were being moved: {error}") from None
             await self._move_here(runs)
-            counters = self._memory.read()
-            if not self._shares:
-                # what the device had learnt since died with it, whether that has been written down yet or not
-                counters.steps, counters.tokens, counters.units = self._base.steps, self._base.tokens, self._base.units
-            _spend(counters, spent, of)
-            self._memory.write(counters)
-            self._base = counters
+            # The child that died has not followed it, and no next one will be asked to: its first counters have it off.
+            self._spending.append(spending)
+            if self._alone:
+                self._settle()
             return 0.0
         assert isinstance(answer, Moved)
         if not self._shares:
-            _spend(self._base, spent, of)
+            self._base.spend(number, spent, spending.of)
             await self._move_here(runs)
         return answer.stopped
 
@@ -316,8 +316,8 @@ class TrainerProcess(Island):
         return self.device.startswith("cpu")
 
     def _number(self) -> int:
-        self._asked += 1
-        return self._asked
+        self._orders += 1
+        return self._orders
 
     async def _ask(self, order: Freeze | Move) -> Frozen | Moved:
         """Send, and wait for the answer. Raises :class:`ResourceError` when there is no child, it dies, or it does not
@@ -328,7 +328,7 @@ class TrainerProcess(Island):
         step = counters.step_time
         running = time.monotonic() - counters.begun if counters.begun else 0.0
         limit = FREEZE_TIMEOUT + FREEZE_STEPS * step if step else max(FIRST_STEP_TIMEOUT, FREEZE_TIMEOUT + running)
-        self._answer = asyncio.get_running_loop().create_future()
+        self._answer, self._asked = asyncio.get_running_loop().create_future(), order.number
         self._tell(order)
         try:
             return await asyncio.wait_for(asyncio.shield(self._answer), limit)
@@ -342,6 +342,29 @@ class TrainerProcess(Island):
             raise error from None
         finally:
             self._answer = None
+
+    def _spend(self, number: int, share: float, of: Snapshot | None) -> _Spending:
+        """Lower the counters, by an order that the child is about to be sent. Between two children there is none, and
+        what the next one finds has it off already."""
+        spending = _Spending.of_snapshot(number, share, of)
+        self._spending.append(spending)
+        if self._alone:
+            self._settle()
+        return spending
+
+    def _counters(self) -> Counters:
+        """The counters with everything off that the child has been told to take off."""
+        counters = self._memory.read()
+        self._spending = [spending for spending in self._spending if spending.number > counters.spent]
+        for spending in self._spending:
+            counters.spend(spending.number, spending.share, spending.of)
+        return counters
+
+    def _settle(self) -> None:
+        """Write down what no child has taken off. There is none that writes at this moment."""
+        self._memory.write(self._counters())
+        self._base = self._memory.read()
+        self._spending = []
 
     def _snapshot(self, answer: Frozen, stopped: float) -> Snapshot:
         drawn = answer.drawn if answer.epoch == self._epoch else 0
@@ -404,7 +427,6 @@ class TrainerProcess(Island):
             except OSError as error:
                 failure, memory = ResourceError(f"the trainer cannot be started: {error.strerror or error}"), False
                 self._failure = failure
-            self._memory.repair()
             if self._closing:
                 return
             if not self._ready.done() and not memory:
@@ -491,11 +513,13 @@ class TrainerProcess(Island):
 
     def _begin(self, ready: Ready, writer: asyncio.StreamWriter) -> None:
         """The child is ready: tell it the state, and let it train if it should."""
-        self._writer, self._failure = writer, None
         self.device, self.threads = ready.device, ready.threads
+        # it writes nothing before its first order
+        self._settle()
         counters = self._memory.read()
         counters.micro_batch = ready.micro_batch
         self._memory.write(counters)
+        self._writer, self._failure, self._alone = writer, None, False
         self._log(
             "trainer",
             {
@@ -510,7 +534,7 @@ class TrainerProcess(Island):
         if self._spans:
             self._tell(Grant(self._spans))
         if self._training:
-            self._tell(Resume(True, self._outer_step, self._until))
+            self._tell(Resume(counters.spent, True, self._outer_step, self._until))
         if not self._ready.done():
             self._ready.set_result(None)
 
@@ -528,8 +552,11 @@ class TrainerProcess(Island):
         if not self.device.startswith("cpu"):
             # what the device had learnt since the last freeze or resume died with it
             counters.steps, counters.tokens, counters.units = self._base.steps, self._base.tokens, self._base.units
+            counters.spent = self._base.spent
         counters.epoch, counters.drawn, counters.begun = self._epoch, 0, 0.0
         self._memory.write(counters)
+        self._settle()
+        self._alone = True
 
     def _change(self, **fields: Any) -> None:
         self._setup = Setup(**{name: getattr(self._setup, name) for name in Setup.__struct_fields__} | fields)
@@ -554,11 +581,16 @@ async def _tail(stream: asyncio.StreamReader | None) -> str:
     return kept.decode("utf-8", "replace").strip()
 
 
-def _spend(counters: Counters, spent: float, of: Snapshot | None) -> None:
-    """Take what a commit has taken over out of the counters."""
-    counters.steps = left(counters.steps, spent, of.steps if of is not None else None)
-    counters.tokens = left(counters.tokens, spent, of.tokens if of is not None else None)
-    counters.units = left(counters.units, spent, of.units if of is not None else None)
+class _Spending(NamedTuple):
+    """An order to lower the counters (:meth:`.sharedmem.Counters.spend`)."""
+
+    number: int
+    share: float
+    of: tuple[int, int, int] | None
+
+    @classmethod
+    def of_snapshot(cls, number: int, share: float, of: Snapshot | None) -> _Spending:
+        return cls(number, share, (of.steps, of.tokens, of.units) if of is not None else None)
 
 
 def _gone(failure: AtollError) -> ResourceError:

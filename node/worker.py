@@ -17,7 +17,6 @@ import time
 from collections import deque
 
 from atoll.protocol.errors import AtollError
-from atoll.protocol.overlap import left
 
 from .channel import (
     Failed,
@@ -153,6 +152,9 @@ class Worker:
             self.outer_step = message.outer_step
             if message.reload:
                 self.learner.load()
+            counters = self.memory.read()
+            counters.spend(message.number, message.spent, message.of)
+            self.memory.write(counters)
             self.training = True
             self.go_on(message.until)
 
@@ -188,10 +190,7 @@ class Worker:
         self.memory.write(counters)
         for start, stop, keep in message.runs:
             self.learner.move(self.frozen, start, stop, keep)
-        of = message.of or (None, None, None)
-        counters.steps = left(counters.steps, message.spent, of[0])
-        counters.tokens = left(counters.tokens, message.spent, of[1])
-        counters.units = left(counters.units, message.spent, of[2])
+        counters.spend(message.number, message.spent, message.of)
         self.memory.write(counters)
         self.outer_step = message.outer_step
         self.go_on(None)

@@ -215,7 +215,8 @@ def test_a_late_joiner_catches_up_and_contributes(swarm: Swarm) -> None:
     late = swarm.start("d")
     late.wait_for("start")
     contributes(swarm, late)
-    assert late.all("resync"), "it went on from the others' state"
+    # From the others' state, or, a few rounds behind only, by their commits and averages one by one.
+    assert late.all("resync") or min(event["height"] for event in late.all("commit")) == 1
     assert late.digests()[0] == a.digests()[0], "and knew where the run began"
     agree(swarm)
 

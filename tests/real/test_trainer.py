@@ -209,6 +209,69 @@ def test_it_trains_on_from_a_snapshot_and_is_moved_without_a_pause(monkeypatch: 
     run(body, device="cpu", overlap=True)
 
 
+def test_what_the_child_counts_meanwhile_is_never_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long this side takes from reading the counters to doing something with them: a generation of leases
+    that the child was told of in the same breath stays known, or its samples would seem unused for ever."""
+
+    async def body(island: TrainerProcess, events: Events) -> None:
+        island.lease([Span(0, 40)])
+        await island.resume(reload=True, spent=1, outer_step=0)
+        await until(lambda: island.progress().steps == 10)
+        for generation in range(1, 4):
+            await island.freeze()
+            read = island._memory.read
+
+            def slowly(read: Any = read, generation: int = generation) -> Any:
+                counters = read()
+                end = time.monotonic() + 1
+                while read().epoch < generation and time.monotonic() < end:
+                    time.sleep(0.001)
+                return counters
+
+            island.revoke()
+            with monkeypatch.context() as patch:
+                patch.setattr(island._memory, "read", slowly)
+                await island.resume(reload=True, spent=1, outer_step=0)
+            assert island.progress().steps == 0
+            island.lease([Span(100 * generation, 40)])
+            await until(lambda: island.progress().steps == 10)
+            assert island.progress().leased == 0
+            assert island.progress().units == 40
+
+    run(body, device="cpu")
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["heard", "unheard"])
+def test_what_a_commit_took_is_off_once_though_the_child_dies(heard: bool) -> None:
+    async def body(island: TrainerProcess, events: Events) -> None:
+        island.lease([Span(0, 40)])
+        await island.resume(reload=True, spent=1, outer_step=0)
+        await until(lambda: island.progress().steps == 10)
+        snapshot = await island.freeze()
+        assert snapshot.steps == 10
+        child = island.pid
+        assert child is not None
+        if not heard:
+            os.kill(child, signal.SIGSTOP)
+        await island.resume(reload=False, spent=0.5, outer_step=1)
+        assert island.progress().steps == 5
+        if heard:
+            await until(lambda: island._memory.read().steps == 5)
+        os.kill(child, signal.SIGKILL)
+        await until(lambda: island.restarts == 1)
+        # Between two children, too, and while the next one starts.
+        assert island.progress().steps == 5
+        await island.resume(reload=False, spent=0, outer_step=1)
+        island.lease([Span(100, 8)])
+        await until(lambda: island.progress().steps == 7)
+        assert (await island.freeze()).units == 28
+        await island.resume(reload=False, spent=1, outer_step=2)
+        assert island.progress().steps == 0
+        await until(lambda: island._memory.read().steps == 0)
+
+    run(body, device="cpu")
+
+
 def test_two_islands_with_the_same_units_learn_the_same() -> None:
     async def body(island: TrainerProcess, events: Events) -> None:
         other, _ = await start(device="cpu", micro_batch=2)

@@ -9,9 +9,12 @@ import threading
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from atoll.node.sharedmem import Counters, SharedMemory
 from atoll.protocol.errors import ResourceError
+from atoll.protocol.overlap import left
 
 
 def test_a_child_sees_and_changes_the_same_memory() -> None:
@@ -79,12 +82,25 @@ def test_counters_are_read_whole() -> None:
     memory.close()
 
 
-def test_a_writer_that_died_halfway_does_not_block_readers() -> None:
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_writer_that_died_halfway_has_changed_nothing(before: int) -> None:
     memory = SharedMemory.create(1)
-    memory.write(Counters(steps=5))
-    memory._sequence[0] += 1
-    assert memory.read().steps == 5
-    memory.repair()
-    memory.write(Counters(steps=6))
-    assert memory.read().steps == 6
+    for steps in range(before):
+        memory.write(Counters(steps=5 + steps))
+    memory._slots[(before + 2) % 2][:3] = 77  # the next write, until just before its end
+    assert (memory.read().steps, memory.read().tokens) == (4 + before, 0)
+    memory.write(Counters(steps=8))
+    assert memory.read().steps == 8
     memory.close()
+
+
+@given(
+    st.integers(0, 1 << 40), st.floats(0, 1), st.none() | st.tuples(*[st.integers(0, 1 << 40)] * 3), st.integers(1, 9)
+)
+def test_what_a_commit_took_is_off_once(count: int, share: float, of: tuple[int, int, int] | None, number: int) -> None:
+    counters = Counters(steps=count, tokens=count, units=count)
+    counters.spend(number, share, of)
+    assert counters.spent == number
+    expected = [left(count, share, part) for part in of or (None, None, None)]
+    assert [counters.steps, counters.tokens, counters.units] == expected
+    assert all(0 <= value <= count for value in expected)
