@@ -77,10 +77,10 @@ class Watched(TrainerProcess):
         self.froze.append(snapshot.stopped)
         return snapshot
 
-    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> float:
-        stopped = await super().move(runs, spent=spent, outer_step=outer_step, of=of)
-        self.moved.append(stopped)
-        return stopped
+    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> Snapshot:
+        moved = await super().move(runs, spent=spent, outer_step=outer_step, of=of)
+        self.moved.append(moved.stopped)
+        return moved
 
 
 class Idle(Island):
@@ -150,7 +150,6 @@ async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> 
     from atoll.protocol import kernels
     from atoll.protocol.hivemind_transport import HivemindTransport
     from atoll.protocol.identity import load_or_create_identity
-    from atoll.protocol.layout import ChunkLayout
     from atoll.protocol.peer import Peer
     from atoll.protocol.records import RecordGate
     from atoll.protocol.store import Store
@@ -164,7 +163,7 @@ async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> 
     )  # fmt: skip
     kernels.warm_up()
     model = ModelConfig.from_table(manifest.model)
-    layout = ChunkLayout(manifest.state.parameters, manifest.state.chunk)
+    layout = manifest.layout
     flights: list[float] = []
     spent: list[float] = []
     with tempfile.TemporaryDirectory() as name:

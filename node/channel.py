@@ -23,6 +23,7 @@ class Setup(msgspec.Struct, tag="setup", frozen=True):
     inner: dict[str, Any]
     inner_steps: int
     rounds: int
+    fragments: int
     device: str
     threads: int | None
     micro_batch: int | None
@@ -100,9 +101,12 @@ class Frozen(msgspec.Struct, tag="frozen", frozen=True):
 
 
 class Moved(msgspec.Struct, tag="moved", frozen=True):
-    """Child → parent: the answer to :class:`Move`."""
+    """Child → parent: the answer to :class:`Move`, with the counters as they were before it."""
 
     number: int
+    steps: int
+    tokens: int
+    units: int
     stopped: float
     """Seconds for which training has stood still since the last snapshot, at its limit and for this."""
 

@@ -83,7 +83,7 @@ async def _train(session: Session, options: NodeOptions, name: str) -> None:
         island = await TrainerProcess.start(
             session.model, session.data, session.inner, manifest.round.inner_steps, manifest.budget.rounds,
             device=options.device, threads=options.threads or None, overlap=manifest.round.overlap > 0,
-            log=lambda event, fields: session.event(event, **fields),
+            fragments=manifest.round.fragments, log=lambda event, fields: session.event(event, **fields),
         )  # fmt: skip
     except BaseException:
         prepared.cancel()
@@ -181,7 +181,7 @@ async def _progress(session: Session, peer: Peer, island: Island | None) -> None
 
 
 def _tell_progress(session: Session, peer: Peer, island: Island | None) -> None:
-    progress = island.progress() if island is not None else Progress()
+    progress = peer.progress
     head = peer.head
     session.event(
         "progress", state=peer.state, round=head.round, outer_step=head.outer_step, steps=progress.steps,

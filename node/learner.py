@@ -32,7 +32,8 @@ class Learner:
 
     device: ``auto`` (CUDA when there is one, else CPU), ``cpu``, ``cuda`` or ``cuda:N``; :class:`ResourceError` when
     it is absent. Steps run in bfloat16 autocast on CUDA and in float32 on a CPU. micro_batch: sequences that go through
-    the model at once; the gradient of a step is always that of the whole batch.
+    the model at once; the gradient of a step is always that of the whole batch. inner_steps: H, between two rounds of
+    one of the ``fragments``; rounds: of each of them in the whole run.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class Learner:
         *,
         device: str = "auto",
         micro_batch: int | None = None,
+        fragments: int = 1,
     ) -> None:
         self.device = choose_device(device)
-        self.inner, self.inner_steps, self.rounds = inner, inner_steps, rounds
+        self.inner, self.inner_steps, self.rounds, self.fragments = inner, inner_steps, rounds, fragments
         self.text = text
         self.units = Units(len(text), model.context, model.seed)
         self.host = torch.from_numpy(host)
@@ -89,6 +91,10 @@ class Learner:
                         mine.mul_(keep)
                     mine.add_(here)
 
+    def progress(self, outer_step: int, steps: int) -> float:
+        """The run's progress (0 … 1), ``steps`` inner steps after ``outer_step``."""
+        return progress_of_run(outer_step, steps, self.inner_steps, self.rounds, self.fragments)
+
     def step(self, units: NDArray[np.int64], outer_step: int, steps: int) -> float:
         """One inner step on these sample units, ``steps`` steps into the round after ``outer_step``; returns the loss.
 
@@ -112,7 +118,7 @@ class Learner:
             # outside the handler, whose traceback keeps the failed step's tensors alive
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        if not self.optimizer.step(progress_of_run(outer_step, steps, self.inner_steps, self.rounds)):
+        if not self.optimizer.step(self.progress(outer_step, steps)):
             self.skipped += 1
         return loss
 

@@ -35,12 +35,12 @@ def rate(config: InnerConfig, progress: float) -> float:
     return config.final_lr + (1.0 - config.final_lr) * shape
 
 
-def progress_of_run(outer_step: int, steps: int, inner_steps: int, rounds: int) -> float:
-    """The run's progress (0 … 1): outer steps done, and the part of the current one, over ``rounds``.
+def progress_of_run(outer_step: int, steps: int, inner_steps: int, rounds: int, fragments: int = 1) -> float:
+    """The run's progress (0 … 1): outer steps done, and the part of the current one, over ``rounds`` of each fragment.
 
-    ``steps`` beyond ``inner_steps`` (a round that is late or went void) stand still at the round's end.
+    ``steps`` beyond ``inner_steps`` / ``fragments`` (a round that is late or went void) stand still at the round's end.
     """
-    return min((outer_step + min(steps / inner_steps, 1.0)) / rounds, 1.0)
+    return min((outer_step + min(steps * fragments / inner_steps, 1.0)) / (rounds * fragments), 1.0)
 
 
 class InnerOptimizer:

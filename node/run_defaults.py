@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from atoll.protocol.errors import DataError, ManifestError
+from atoll.protocol.fragments import make_layout
+from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.manifest import PROTOCOL, Manifest, suggested_chunk
 
 from .config import DataConfig, InnerConfig, ModelConfig
@@ -64,6 +66,7 @@ def new_manifest(
     seed: int | None = None,
     inner_steps: int | None = None,
     overlap: int | None = None,
+    fragments: int | None = None,
     quorum: int | None = None,
     codec: str | None = None,
     rounds: int | None = None,
@@ -89,7 +92,7 @@ def new_manifest(
         "model": _given(preset=preset, seed=seed) | dict(model or {}),
         "data": source,
         "inner": rates | _given(optimizer=optimizer, batch=batch, **{_rate(optimizer): lr}),
-        "round": _given(inner_steps=inner_steps, overlap=overlap, quorum=quorum),
+        "round": _given(inner_steps=inner_steps, overlap=overlap, fragments=fragments, quorum=quorum),
         "codec": _given(name=codec),
         "budget": _given(rounds=rounds),
     }
@@ -122,7 +125,7 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(full["round"], dict):
         _complete_round(full["round"], tables)
     if isinstance(full["state"], dict):
-        _complete_state(full["state"], tables.model)
+        _complete_state(full["state"], tables.model, full["round"])
     return full
 
 
@@ -137,27 +140,34 @@ def _complete_round(section: dict[str, Any], tables: Tables) -> None:
         section.setdefault("max_lease", LEASE_GROWTH * first)
 
 
-def _complete_state(section: dict[str, Any], model: ModelConfig) -> None:
-    from .specs import count_parameters
+def _complete_state(section: dict[str, Any], model: ModelConfig, rules: Any) -> None:
+    from .specs import count_parameters, layer_sizes
 
     parameters = count_parameters(model)
     section.setdefault("parameters", parameters)
     section.setdefault("chunk", suggested_chunk(parameters))
+    fragments, packing = (rules.get("fragments"), rules.get("packing")) if isinstance(rules, dict) else (1, "balanced")
+    if fragments == 1:
+        section["layers"] = []  # also where they stand in what this manifest is derived from
+    elif not section.get("layers"):
+        section["layers"] = layer_sizes(model)
     chunk = section["chunk"]
     if "theta0" not in section and isinstance(chunk, int) and chunk > 0:
-        section["theta0"] = initial_digest(model, chunk)
+        try:
+            section["theta0"] = initial_digest(model, make_layout(parameters, chunk, section["layers"], fragments, packing))
+        except (ValueError, TypeError, KeyError):
+            section["theta0"] = "0" * 64  # the manifest will be refused for its fragments, which is what is to be said
 
 
-def initial_digest(model: ModelConfig, chunk: int) -> str:
+def initial_digest(model: ModelConfig, layout: ChunkLayout) -> str:
     """Digest (hex) of the state that a run of ``model`` starts from. Takes eight bytes of memory a parameter."""
-    from atoll.protocol.layout import ChunkLayout
     from atoll.protocol.state import GlobalState
     from atoll.protocol.theta0 import theta0
 
     from .specs import tensor_specs
 
     params = theta0(model.seed, tensor_specs(model))
-    return GlobalState.fresh(ChunkLayout(params.size, chunk), params).digest().hex()
+    return GlobalState.fresh(layout, params).digest().hex()
 
 
 def verify(manifest: Manifest) -> Tables:
@@ -165,7 +175,7 @@ def verify(manifest: Manifest) -> Tables:
 
     Raises :class:`ManifestError` naming every contradiction. Does not look at the training data (:func:`data_here`).
     """
-    from .specs import count_parameters
+    from .specs import count_parameters, layer_sizes
 
     tables = Tables.of(manifest.model_dump())
     problems = []
@@ -173,8 +183,10 @@ def verify(manifest: Manifest) -> Tables:
     state, round_ = manifest.state, manifest.round
     if state.parameters != parameters:
         problems.append(f"state.parameters: the model has {parameters}, found {state.parameters}")
+    elif state.layers and [list(layer) for layer in state.layers] != layer_sizes(tables.model):
+        problems.append("state.layers: these are not the sizes of the model's tensors; delete the line and sign again")
     else:
-        digest = initial_digest(tables.model, state.chunk)
+        digest = initial_digest(tables.model, manifest.layout)
         if state.theta0 != digest:
             problems.append(f"state.theta0: the model's initial state has the digest {digest}, found {state.theta0}")
     units = round_.inner_steps * tables.inner.batch

@@ -19,7 +19,6 @@ from atoll.protocol.disk import replace_file
 from atoll.protocol.errors import AtollError, ManifestError, NetworkError, WrongRun
 from atoll.protocol.eventlog import EVENT_FILE, EventLog
 from atoll.protocol.identity import Ed25519Signer, load_or_create_identity
-from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.shutdown import aside, ending
 from atoll.protocol.statefolder import StateFolder, default_state
@@ -103,9 +102,8 @@ async def open_session(
         source = DataConfig.from_table(manifest.data)
         if data is not None:
             source = source.model_copy(update={"path": str(data)})
-        layout = ChunkLayout(manifest.state.parameters, manifest.state.chunk)
         store = Store.open(
-            folder / "store", run.run_id, layout, warn=lambda message: log.write("warning", message=message)
+            folder / "store", run.run_id, manifest.layout, warn=lambda message: log.write("warning", message=message)
         )
         stack.callback(store.close)
         yield Session(

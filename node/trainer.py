@@ -70,6 +70,7 @@ class TrainerProcess(Island):
         threads: int | None = None,
         micro_batch: int | None = None,
         overlap: bool = False,
+        fragments: int = 1,
         log: Log | None = None,
     ) -> None:
         """Allocates the shared memory; :meth:`start` makes the child as well."""
@@ -91,6 +92,7 @@ class TrainerProcess(Island):
             inner=inner.to_table(),
             inner_steps=inner_steps,
             rounds=rounds,
+            fragments=fragments,
             device=device,
             threads=threads,
             micro_batch=micro_batch,
@@ -145,11 +147,12 @@ class TrainerProcess(Island):
         threads: int | None = None,
         micro_batch: int | None = None,
         overlap: bool = False,
+        fragments: int = 1,
         log: Log | None = None,
     ) -> TrainerProcess:
         """Start a child and wait until it is ready (2 to 10 s: it imports torch).
 
-        inner_steps: H; rounds: outer steps of the whole run (schedules). threads: of torch on a CPU, chosen by the
+        inner_steps: H; rounds: of each fragment in the whole run (schedules). threads: of torch on a CPU, chosen by the
         model's size when ``None``. overlap: whether there will be snapshots (four more bytes a parameter). log: called
         with an event's name and fields (``warning``, ``trainer``).
 
@@ -166,6 +169,7 @@ class TrainerProcess(Island):
             threads=threads,
             micro_batch=micro_batch,
             overlap=overlap,
+            fragments=fragments,
             log=log,
         )
         self._supervision = asyncio.create_task(self._supervise(), name="trainer")
@@ -269,7 +273,7 @@ class TrainerProcess(Island):
             self._until = self._base.steps + ahead if ahead is not None else None
         self._tell(Resume(order.number, reload, outer_step, self._until, order.share, order.of))
 
-    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> float:
+    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> Snapshot:
         self._outer_step = outer_step
         self._until = None
         number = self._number()
@@ -283,16 +287,19 @@ class TrainerProcess(Island):
                 self._training = False
                 raise ResourceError(f"the trainer ended while its parameters were being moved: {error}") from None
             await self._move_here(runs)
+            # What the device had learnt since died with it, whether that has been written down yet or not.
+            counters = self._counters() if self._shares else self._base
+            moved = Snapshot(counters.steps, counters.tokens, counters.units, self._leased())
             # The child that died has not followed it, and no next one will be asked to: its first counters have it off.
             self._spending.append(spending)
             if self._alone:
                 self._settle()
-            return 0.0
+            return moved
         assert isinstance(answer, Moved)
         if not self._shares:
             self._base.spend(number, spent, spending.of)
             await self._move_here(runs)
-        return answer.stopped
+        return Snapshot(answer.steps, answer.tokens, answer.units, self._leased(), answer.stopped)
 
     async def close(self) -> None:
         """End the child (it holds nothing worth saving) and free the memory. Idempotent."""

@@ -16,6 +16,8 @@ import threading
 import time
 from collections import deque
 
+import msgspec
+
 from atoll.protocol.errors import AtollError
 
 from .channel import (
@@ -77,10 +79,10 @@ class Worker:
         from . import data
         from .config import DataConfig, InnerConfig, ModelConfig
         from .learner import Learner, default_threads
-        from .optim import progress_of_run, rate
+        from .optim import rate
         from .sharedmem import SharedMemory
 
-        self.rate, self.progress_of_run = rate, progress_of_run
+        self.rate = rate
         threads = setup.threads or default_threads(setup.parameters)
         torch.set_num_threads(threads)
         model = ModelConfig.from_table(setup.model)
@@ -96,6 +98,7 @@ class Worker:
             self.memory.array,
             device=setup.device,
             micro_batch=setup.micro_batch,
+            fragments=setup.fragments,
         )
         self.batch = self.learner.inner.batch
         self.spans: deque[tuple[int, int]] = deque()
@@ -190,11 +193,12 @@ class Worker:
         self.memory.write(counters)
         for start, stop, keep in message.runs:
             self.learner.move(self.frozen, start, stop, keep)
+        moved = Moved(message.number, counters.steps, counters.tokens, counters.units, 0.0)
         counters.spend(message.number, message.spent, message.of)
         self.memory.write(counters)
         self.outer_step = message.outer_step
         self.go_on(None)
-        _send(self.control, Moved(message.number, self.stopped))
+        _send(self.control, msgspec.structs.replace(moved, stopped=self.stopped))
 
     def draw(self) -> list[int]:
         """The next batch of leased sample units."""
@@ -219,8 +223,7 @@ class Worker:
         memory.write(counters)
         loss = self.learner.step(np.array(units, np.int64), self.outer_step, counters.steps)
         took = time.monotonic() - begun
-        progress = self.progress_of_run(self.outer_step, counters.steps, self.learner.inner_steps, self.learner.rounds)
-        counters.rate = self.rate(self.learner.inner, progress)
+        counters.rate = self.rate(self.learner.inner, self.learner.progress(self.outer_step, counters.steps))
         counters.steps += 1
         counters.tokens += self.learner.tokens_per_step
         counters.units += len(units)

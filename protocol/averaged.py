@@ -67,8 +67,9 @@ def check_all(body: Body, chunks: Sequence[bytes], layout: ChunkLayout, codec: C
     if len(chunks) != len(body.chunks):
         raise PeerMisbehaved(f"{len(chunks)} chunks for a body of {len(body.chunks)}")
     found = []
+    part = layout.fragment(body.fragment)
     for index, (data, entry) in enumerate(zip(chunks, body.chunks, strict=True)):
-        averaged = check(data, index, body.seal.members, codec, layout.size(index))
+        averaged = check(data, index, body.seal.members, codec, part.size(index))
         if averaged.contributors != entry.contributors:
             raise PeerMisbehaved(f"chunk {index} has other contributors than its commit says")
         found.append(averaged)

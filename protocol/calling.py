@@ -64,13 +64,15 @@ def unite(ballots: Iterable[Ballot]) -> list[Ballot]:
 
 def make_seal(
     calling: Calling, own: Member, *, coordinator: PeerId, manifest: Manifest, layout: ChunkLayout,
-    unfit: Collection[PeerId] = (), leases: bool = False, fragment: int = 0,
+    unfit: Collection[PeerId] = (), leases: bool = False,
 ) -> Seal:  # fmt: skip
-    """The roster of those who entered, the own included, most uncommitted tokens first when there are too many.
+    """The roster of those who entered for the fragment that is due, the own included, most uncommitted tokens first when there are too many.
 
     unfit: members that get no part to reduce, since they failed at one on this base.
     """
     cap = 0 if leases else manifest.round.weight_cap
+    fragment = layout.due(calling.base.outer_step)
+    part = layout.fragment(fragment)
     able = [m for m in calling.entered.values() if m.weight <= cap and manifest.admits(m.peer)]
     able.sort(key=lambda member: (-member.weight, member.peer))
     members = sorted([own, *able[: manifest.round.max_group - 1]], key=lambda member: member.peer)
@@ -86,7 +88,7 @@ def make_seal(
         coordinator=coordinator,
         nonce=calling.nonce,
         members=members,
-        parts=split_parts(fit, layout.count) if weighed else [],
+        parts=split_parts(fit, part.count) if weighed else [],
         leases=leases,
-        deadline=deadline_seconds(members, layout, manifest.codec.name, manifest.round.silence),
+        deadline=deadline_seconds(members, part, manifest.codec.name, manifest.round.silence),
     )

@@ -103,18 +103,30 @@ def grant_leases(seal: Seal, cursor: int, max_lease: int) -> tuple[list[Lease], 
 
 def contributed(seal: Seal, chunks: Sequence[ChunkEntry], layout: ChunkLayout) -> list[float]:
     """For each member, the share (0 … 1) of the fragment's elements that its contribution is in."""
-    elements = [0] * len(seal.members)
-    for index, entry in enumerate(chunks):
-        size = layout.size(index)
-        for member in members_in(entry.contributors, len(seal.members)):
-            elements[member] += size
-    return [count / layout.parameters for count in elements]
+    whole = layout.fragment(seal.fragment).parameters
+    return [count / whole for count in _elements(seal, chunks, layout)]
+
+
+def averaged_of(seal: Seal, chunks: Sequence[ChunkEntry], layout: ChunkLayout) -> list[int]:
+    """Tokens of each member that a commit averages: its weight times the share of the whole model that it is in, so
+    that a token that goes through the rounds of all fragments counts once."""
+    shares = [count / layout.parameters for count in _elements(seal, chunks, layout)]
+    return [int(member.weight * share) for member, share in zip(seal.members, shares, strict=True)]
 
 
 def averaged_tokens(seal: Seal, chunks: Sequence[ChunkEntry], layout: ChunkLayout) -> int:
-    """Tokens that a commit averages: each member's weight times the share of the fragment it is in."""
-    shares = contributed(seal, chunks, layout)
-    return sum(int(member.weight * share) for member, share in zip(seal.members, shares, strict=True))
+    """Tokens that a commit averages, of all members together."""
+    return sum(averaged_of(seal, chunks, layout))
+
+
+def _elements(seal: Seal, chunks: Sequence[ChunkEntry], layout: ChunkLayout) -> list[int]:
+    part = layout.fragment(seal.fragment)
+    elements = [0] * len(seal.members)
+    for index, entry in enumerate(chunks):
+        size = part.size(index)
+        for member in members_in(entry.contributors, len(seal.members)):
+            elements[member] += size
+    return elements
 
 
 def make_body(
@@ -147,8 +159,9 @@ def check_seal(seal: Seal, manifest: Manifest, layout: ChunkLayout) -> None:
     count = len(seal.members)
     if seal.run != manifest.run_id:
         raise PeerMisbehaved("a roster of another run", seal.coordinator)
-    if seal.fragment != 0:
-        raise PeerMisbehaved(f"fragment {seal.fragment} of 1", seal.coordinator)
+    if seal.fragment != (due := layout.due(seal.base.outer_step)):
+        raise PeerMisbehaved(f"fragment {seal.fragment} where {due} is due", seal.coordinator)
+    part = layout.fragment(seal.fragment)
     if not seal.base.round < seal.round <= seal.base.round + MAX_ROUND_GAP:
         raise PeerMisbehaved(f"round {seal.round} on a base of round {seal.base.round}", seal.coordinator)
     if len({member.peer for member in seal.members}) != count:
@@ -166,16 +179,16 @@ def check_seal(seal: Seal, manifest: Manifest, layout: ChunkLayout) -> None:
         raise PeerMisbehaved("a coordinator outside its roster", seal.coordinator)
     if seal.leases and any(member.weight for member in seal.members):
         raise PeerMisbehaved("a weight in a roster for leases alone", seal.coordinator)
-    due = deadline_seconds(seal.members, layout, manifest.codec.name, manifest.round.silence)
-    if not 0.99 * due <= seal.deadline <= 1.01 * due:
-        raise PeerMisbehaved(f"a deadline of {seal.deadline:.1f} s where {due:.1f} s follow", seal.coordinator)
+    deadline = deadline_seconds(seal.members, part, manifest.codec.name, manifest.round.silence)
+    if not 0.99 * deadline <= seal.deadline <= 1.01 * deadline:
+        raise PeerMisbehaved(f"a deadline of {seal.deadline:.1f} s where {deadline:.1f} s follow", seal.coordinator)
     at = 0
-    for part in seal.parts:
-        if part.first != at or part.count == 0 or part.reducer >= count:
+    for piece in seal.parts:
+        if piece.first != at or piece.count == 0 or piece.reducer >= count:
             raise PeerMisbehaved("parts that do not cover the fragment once", seal.coordinator)
-        at += part.count
-    if at != (layout.count if any(member.weight for member in seal.members) else 0):
-        raise PeerMisbehaved(f"parts cover {at} of {layout.count} chunks", seal.coordinator)
+        at += piece.count
+    if at != (part.count if any(member.weight for member in seal.members) else 0):
+        raise PeerMisbehaved(f"parts cover {at} of {part.count} chunks", seal.coordinator)
 
 
 def check_body(body: Body, manifest: Manifest, layout: ChunkLayout) -> None:
@@ -186,8 +199,9 @@ def check_body(body: Body, manifest: Manifest, layout: ChunkLayout) -> None:
     if (body.run, body.round, body.fragment, body.parent) != (seal.run, seal.round, seal.fragment, base.id):
         raise PeerMisbehaved("a body that does not fit its roster", seal.coordinator)
     weights = [member.weight for member in seal.members]
-    if len(body.chunks) != (layout.count if any(weights) else 0):
-        raise PeerMisbehaved(f"a body of {len(body.chunks)} chunks, the fragment has {layout.count}", seal.coordinator)
+    count = layout.fragment(body.fragment).count
+    if len(body.chunks) != (count if any(weights) else 0):
+        raise PeerMisbehaved(f"a body of {len(body.chunks)} chunks, the fragment has {count}", seal.coordinator)
     for entry in body.chunks:
         if any(weights[i] == 0 for i in members_in(entry.contributors, len(weights))):
             raise PeerMisbehaved("a contributor of weight 0", seal.coordinator)

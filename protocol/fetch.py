@@ -322,12 +322,13 @@ class Fetcher:
         """All averaged chunks of a body, verified by hash. Raises :class:`TransportError` when no donor is left."""
         found: dict[int, bytes] = {}
         pieces = []
+        part = self._layout.fragment(body.fragment)
         for index, entry in enumerate(body.chunks):
             here = await self._transport.offload(have, entry.hash)
             if here is not None:
                 found[index] = here
             else:
-                limit = size_limit(self._codec, self._layout.size(index), len(body.seal.members))
+                limit = size_limit(self._codec, part.size(index), len(body.seal.members))
                 pieces.append(_Piece(index, entry.hash, GetChunk(entry.hash), limit))
         await self._collect(pieces, donors, found.__setitem__)
         return [found[index] for index in range(len(body.chunks))]

@@ -112,11 +112,12 @@ class Island(ABC):
         """
 
     @abstractmethod
-    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> float:
+    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> Snapshot:
         """Finish the current inner step, change θ by the shift that lies in ``frozen``, and train on without a limit.
 
-        runs: where, and how. spent, outer_step, of: as in :meth:`resume`. Returns the seconds for which training has
-        stood still since the last snapshot, for want of this or for it. When the island has died, ``local`` is
+        runs: where, and how. spent, outer_step, of: as in :meth:`resume`. Returns the counters as they were before the
+        share was taken out of them, and, as ``stopped``, the seconds for which training has stood still since the last
+        snapshot, for want of this or for it. When the island has died, ``local`` is
         changed instead, and its next life goes on from there. Bounded: raises
         :class:`~atoll.protocol.errors.ResourceError` when it died in the middle, so that nobody knows θ any more; the
         island is then frozen.

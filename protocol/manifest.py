@@ -32,7 +32,9 @@ from pydantic import (
 from .canonical import canonical_json
 from .errors import ManifestError, SignatureError, VersionError
 from .explain import explain, shown
+from .fragments import make_layout
 from .identity import Signer, public_key_of, verify
+from .layout import ChunkLayout
 from .messages import MAX_CHUNKS, MAX_MEMBERS
 from .toml import toml_array, toml_value, wrapped_comment
 from .transport import PeerId
@@ -46,6 +48,8 @@ MAX_MANIFEST = 256 * 1024
 MAX_SAFE_INTEGER = 2**53
 """Beyond it not every integer is a float64, so the canonical form would not be one."""
 MAX_PEERS = 4096
+MAX_FRAGMENTS = 64
+MAX_LAYERS = 4096
 MAX_KEYS = 64
 MAX_TEXT = 4096
 
@@ -111,6 +115,11 @@ def _power_of_two(value: int) -> int:
     return value
 
 
+def _tuples(value: Any) -> Any:
+    """Lists, and lists in them, as tuples."""
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
 def _peer(text: str) -> str:
     try:
         public_key_of(text)
@@ -121,6 +130,9 @@ def _peer(text: str) -> str:
 
 Table = Annotated[Scalars, PlainValidator(_scalars)]
 Count = Annotated[int, Field(ge=1, le=MAX_SAFE_INTEGER)]
+Layers = Annotated[
+    tuple[Annotated[tuple[Count, ...], Field(min_length=1)], ...], BeforeValidator(lambda value: _tuples(value))
+]
 Strings = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 
 
@@ -133,7 +145,17 @@ class _Section(BaseModel):
 class RoundSection(_Section):
     """[round]: how long a round is and who takes part."""
 
-    inner_steps: int = Field(ge=1, le=10**6, description="inner steps between two outer steps (H)")
+    inner_steps: int = Field(
+        ge=1, le=10**6, description="inner steps between two outer steps (H); of one fragment, where there are several"
+    )
+    fragments: int = Field(
+        ge=1, le=MAX_FRAGMENTS, description="parts of the model that are averaged in turn, one every H / fragments "
+        "steps (P); 1: all of it at once"
+    )  # fmt: skip
+    packing: Literal["balanced", "strided"] = Field(
+        description='what goes into a fragment: "balanced", whole tensors, so that all are of a size; "strided", every '
+        "P-th layer"
+    )
     quorum: int = Field(ge=1, le=MAX_MEMBERS, description="peers that must be ready before a group is called")
     max_group: int = Field(ge=1, le=MAX_MEMBERS, description="largest averaging group")
     silence: float = Field(ge=0.1, le=120, description="seconds of silence that count as death (T)")
@@ -172,7 +194,18 @@ class RoundSection(_Section):
         return self
 
     def _overlap_problems(self) -> list[str]:
-        steps, overlap = self.inner_steps, self.overlap
+        steps, overlap, fragments = self.inner_steps, self.overlap, self.fragments
+        if fragments > steps:
+            return [
+                f"fragments = {fragments} exceeds inner_steps = {steps}: each has a round in that many steps; the most "
+                f"is {steps}"
+            ]
+        if fragments > 1 and overlap > steps // fragments:
+            return [
+                f"overlap = {overlap} exceeds the {steps // fragments} steps from the round of a fragment to that of "
+                f"the next (inner_steps / fragments), and rounds in flight beside one another are not supported yet; "
+                f"the longest is {steps // fragments}"
+            ]
         if overlap > steps:
             return [
                 f"overlap = {overlap} exceeds inner_steps = {steps}: a round would begin before the last one is "
@@ -251,6 +284,10 @@ class StateSection(_Section):
 
     parameters: int = Field(ge=1, le=2**40, description="elements of the flattened model")
     chunk: int = Field(ge=64, le=2**22, description="elements in a chunk, a power of two")
+    layers: Layers = Field(
+        max_length=MAX_LAYERS, description="elements of the tensors of each layer, in flat order, by which fragments "
+        "are cut; empty with one fragment"
+    )  # fmt: skip
     theta0: str = Field(pattern=_DIGEST, description="digest of the initial state, hex")
     checkpoint_every: int = Field(ge=1, le=10**6, description="outer steps from one checkpoint to the next (K)")
 
@@ -264,6 +301,9 @@ class StateSection(_Section):
                 f"parameters = {self.parameters} makes {chunks} chunks of {self.chunk}, and {MAX_CHUNKS} are allowed; "
                 "use larger chunks"
             )
+        size = sum(sum(layer) for layer in self.layers)
+        if self.layers and size != self.parameters:
+            raise ValueError(f"layers of {size} elements together, and parameters = {self.parameters}")
         return self
 
 
@@ -271,7 +311,7 @@ class BudgetSection(_Section):
     """[budget]: how much the run does."""
 
     rounds: int = Field(
-        ge=1, le=10**7, description="outer steps of the whole run; schedules follow outer_step / rounds"
+        ge=1, le=10**7, description="outer steps of the whole run, of each fragment; schedules follow them"
     )
 
 
@@ -319,6 +359,8 @@ class Manifest(_Section):
     SUGGESTED: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "round": {
             "inner_steps": 50,
+            "fragments": 1,
+            "packing": "balanced",
             "quorum": 2,
             "max_group": 16,
             "silence": 5.0,
@@ -329,7 +371,7 @@ class Manifest(_Section):
         },
         "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.6, "period": 1},
         "codec": {"name": "int8", "error_feedback": 1.0},
-        "state": {"checkpoint_every": 10},
+        "state": {"checkpoint_every": 10, "layers": []},
         "budget": {"rounds": 60},
         "access": {"admit": "open", "peers": []},
     }
@@ -367,12 +409,53 @@ class Manifest(_Section):
                 'round.merge = "eager" previews the outer step of "nesterov" or "sgd", which outer.optimizer = '
                 '"delayed-nesterov" does not take; use round.merge = "carry"'
             )
+        self._check_fragments()
         if self.signature and not self.owner:
             raise ValueError("there is a signature, but no owner; sign it again")
         size = len(canonical_json(self._signed_part()))
         if size > MAX_MANIFEST:
             raise ValueError(f"expected at most {MAX_MANIFEST} bytes, found {size}")
         return self
+
+    def _check_fragments(self) -> None:
+        rules, state = self.round, self.state
+        if rules.fragments == 1:
+            if rules.packing != "balanced":
+                raise ValueError(
+                    f'round.packing = "{rules.packing}" with round.fragments = 1 does nothing; use "balanced", or more '
+                    "fragments"
+                )
+            return
+        if not state.layers:
+            raise ValueError(
+                f"round.fragments = {rules.fragments} needs state.layers, the sizes of the model's tensors; signing "
+                "puts them in"
+            )
+        tensors, layers = sum(map(len, state.layers)), len(state.layers)
+        most, what = (tensors, "tensors") if rules.packing == "balanced" else (layers, "layers")
+        if rules.fragments > most:
+            raise ValueError(
+                f"round.fragments = {rules.fragments} exceeds the {most} {what} of the model (state.layers); the most "
+                f"is {most}"
+            )
+        if self.layout.count > MAX_CHUNKS:
+            raise ValueError(
+                f"round.fragments = {rules.fragments} makes {self.layout.count} chunks, and {MAX_CHUNKS} are allowed; "
+                "use larger chunks"
+            )
+
+    @cached_property
+    def layout(self) -> ChunkLayout:
+        """How the model is cut into fragments and chunks."""
+        state, rules = self.state, self.round
+        return make_layout(state.parameters, state.chunk, state.layers, rules.fragments, rules.packing)
+
+    @property
+    def outer_steps(self) -> int:
+        """Outer steps of the whole run: ``budget.rounds`` of each fragment. What is trained between the last round of
+        a fragment and the end is averaged in one more, so that each but the last in order has that."""
+        fragments = self.round.fragments
+        return self.budget.rounds * fragments + fragments - 1
 
     # ------------------------------------------------------------------ making one
 

@@ -25,6 +25,7 @@ from .commitlog import LogEntry
 from .commits import (
     START,
     Position,
+    averaged_of,
     check_child,
     check_seal,
     check_vote,
@@ -63,13 +64,13 @@ from .errors import (
     TransportError,
 )
 from .fetch import Fetcher, Plan
+from .fragments import Accounts
 from .identity import Signer
 from .island import Island, Progress, Run, Snapshot
-from .layout import ChunkLayout
 from .manifest import Manifest
 from .messages import GENESIS, MAX_ROUND_GAP, Body, Commit, Head, Member, Vote, better, decode, hash_of, seal_bytes
 from .messenger import Messenger, message_limit
-from .overlap import Merge, Overlap
+from .overlap import Merge, Overlap, left
 from .records import Record, State
 from .reduce import HELLO_LIMIT, Hello
 from .reduce import PROTOCOL as REDUCE
@@ -148,7 +149,7 @@ class Peer:
         self.transport = transport
         self.signer = signer
         self.manifest = manifest
-        self.layout = ChunkLayout(manifest.state.parameters, manifest.state.chunk)
+        self.layout = manifest.layout
         self.codec = get_codec(manifest.codec.name)
         self.store = store
         self.island = island
@@ -258,6 +259,8 @@ class Peer:
         rules, outer = manifest.round, manifest.outer
         momentum = outer.momentum if outer.optimizer == "nesterov" else 0.0
         self._rule = Overlap(Merge(rules.merge), lr=outer.lr, mu=momentum, alpha=rules.mix)
+        self._accounts = Accounts(self.layout, rules.inner_steps)
+        """What is not handed over yet, by fragment."""
         self._rests_until = float("-inf")
         """A call that came to nothing is not repeated at once: neither the others nor the log must drown in calls."""
         self._recoveries = 0
@@ -372,7 +375,24 @@ class Peer:
     @property
     def finished(self) -> bool:
         """Whether the run's budget of outer steps is used up at this head."""
-        return self.head.outer_step >= self.manifest.budget.rounds
+        return self.head.outer_step >= self.manifest.outer_steps
+
+    @property
+    def fragment(self) -> int:
+        """The fragment that the next round averages."""
+        return self.layout.due(self.head.outer_step)
+
+    @property
+    def progress(self) -> Progress:
+        """What the island has done since its last contribution to the fragment that is due."""
+        if self.island is None:
+            return Progress()
+        return self._accounts.progress(self.island.progress(), self.fragment)
+
+    @property
+    def _winding_up(self) -> bool:
+        """Whether all inner steps are done, and what is left of them is averaged, fragment after fragment."""
+        return self.head.outer_step >= self.manifest.budget.rounds * self.layout.fragments and not self.finished
 
     # --- state at the start --------------------------------------------------------------------------------------
 
@@ -431,6 +451,7 @@ class Peer:
         assert self.island is not None
         self.island.local[:] = self.replica.params
         self._frozen = False
+        self._accounts.clear(self.fragment)
         await self.island.resume(reload=True, spent=1.0, outer_step=self.head.outer_step)
 
     # --- decisions -----------------------------------------------------------------------------------------------
@@ -542,15 +563,13 @@ class Peer:
             known = self._ranks[peer] = rank(self.manifest.run_id, self.head.id, peer)
         return known
 
-    def _ready(self, progress: Progress) -> bool:
-        return progress.steps >= self.manifest.round.inner_steps or (progress.tokens > 0 and progress.leased == 0)
-
     def _own_report(self) -> Report:
         assert self.island is not None
-        progress = self.island.progress()
-        ready = self._ready(progress)
-        left = max(self.manifest.round.inner_steps - progress.steps, 0)
-        eta = 0.0 if ready else left * progress.step_time
+        counted = self.island.progress()
+        progress = self._accounts.progress(counted, self.fragment)
+        wanting = self._accounts.wanting(counted, self.fragment)
+        ready = wanting == 0 or (progress.tokens > 0 and (progress.leased == 0 or self._winding_up))
+        eta = 0.0 if ready else wanting * progress.step_time
         return Report(
             self.head,
             progress.steps,
@@ -695,7 +714,8 @@ class Peer:
         # The lower median, and at most a few times the own pace: nobody stretches it by what it says of itself.
         own = self.island.progress().step_time if self.island is not None else 0.0
         pace = times[(len(times) - 1) // 2]
-        return self.manifest.round.grace * self.manifest.round.inner_steps * (min(pace, 4 * own) if own else pace)
+        steps = self.manifest.round.inner_steps / self.layout.fragments
+        return self.manifest.round.grace * steps * (min(pace, 4 * own) if own else pace)
 
     def _due(self) -> Due | None:
         """What to call now, if anything: a round when a quorum of the live is ready and grace is over; leases alone
@@ -801,6 +821,8 @@ class Peer:
             self._learn_head(peer, call.base)
             self.messenger.post(peer, Refuse(call.call, self.head))
             return
+        if call.fragment != self.fragment:
+            raise PeerMisbehaved(f"a call for fragment {call.fragment} where {self.fragment} is due", peer)
         self._callers[peer] = None
         invitation = _Invitation(peer, call)
         if call.call in self._called_here:
@@ -991,19 +1013,20 @@ class Peer:
             snapshot = Snapshot(progress.steps, progress.tokens, progress.units, progress.leased)
         else:
             snapshot = await self._set_out()
-            weight = min(snapshot.tokens, rules.weight_cap)
-        if weight and not await self.transport.offload(self.replica.sendable, self._theta()):
+            weight = min(self._accounts.snapshot(snapshot, self.fragment).tokens, rules.weight_cap)
+        if weight and not await self.transport.offload(self.replica.sendable, self._theta(), self.fragment):
             reason = "the local parameters are not finite, or huge; they are dropped, with their tokens"
             self._events("warning", message=reason)
             await self._reload_island()
             snapshot, weight = await self._set_out(), 0
-        target = rules.first_lease if not snapshot.units and not snapshot.leased else 2 * snapshot.units
+        brought = self._accounts.snapshot(snapshot, self.fragment)
+        target = rules.first_lease if not brought.units and not brought.leased else 2 * brought.units
         target = min(max(target, rules.first_lease // 2), rules.max_lease)
-        if call.leases and snapshot.leased:
+        if call.leases and brought.leased:
             target = 0  # whoever has samples waits for the next round with its wishes
         member = Member(
-            peer=self.transport.peer_id, nonce=self._nonce, weight=weight, steps=snapshot.steps,
-            want=max(target - snapshot.leased, 0), upload=self._upload, download=self._download,
+            peer=self.transport.peer_id, nonce=self._nonce, weight=weight, steps=brought.steps,
+            want=max(target - brought.leased, 0), upload=self._upload, download=self._download,
             reachable=self.reachable,
         )  # fmt: skip
         return member, snapshot
@@ -1025,14 +1048,15 @@ class Peer:
         """Freeze what a round is to average; with overlap, training goes on from there."""
         island, ahead = self.island, self.manifest.round.overlap
         assert island is not None
-        # In the last round there is nothing to run ahead for.
-        if not ahead or island.frozen is None or self.head.outer_step + 1 >= self.manifest.budget.rounds:
+        # In the last rounds there is nothing to run ahead for.
+        regular = self.manifest.budget.rounds * self.layout.fragments
+        if not ahead or island.frozen is None or self.head.outer_step + 1 >= regular:
             return await self._freeze()
         self._frozen = True
         if self._rule.departs:
             snapshot = await island.freeze()
             await self.transport.offload(np.copyto, island.frozen, island.local)
-            await self.transport.offload(self.replica.start, self._rule, island.frozen, island.local)
+            await self.transport.offload(self.replica.start, self._rule, island.frozen, island.local, self.fragment)
             await island.resume(reload=True, spent=0.0, outer_step=self.head.outer_step, ahead=ahead)
         else:
             snapshot = await island.snapshot(ahead)
@@ -1062,6 +1086,7 @@ class Peer:
         for limbo in self._limbo:
             limbo.theta = None  # its Δ is no longer in the local parameters, and cannot leave them
         self._frozen = self._ahead_of_round = False
+        self._accounts.clear(self.fragment)
         await self.island.resume(reload=True, spent=1.0, outer_step=self.head.outer_step)
 
     async def _thaw(self) -> None:
@@ -1069,19 +1094,28 @@ class Peer:
         assert self.island is not None
         if self._frozen:
             self._frozen = self._ahead_of_round = False
-            await self.island.resume(reload=False, spent=0.0, outer_step=self.head.outer_step)
+            await self.island.resume(reload=False, spent=0.0, outer_step=self.head.outer_step, ahead=self._ahead())
         elif self._ahead_of_round:
             self._ahead_of_round = False
             if self._rule.departs:
                 assert self.island.frozen is not None
-                runs = await self.transport.offload(self.replica.abort, self._rule, self.island.frozen)
+                runs = await self.transport.offload(self.replica.abort, self._rule, self.island.frozen, self.fragment)
                 await self._move_island(runs, spent=0.0, of=None)
             else:
                 await self.island.resume(reload=False, spent=0.0, outer_step=self.head.outer_step)
 
-    async def _move_island(self, runs: list[Run], *, spent: float, of: Snapshot | None) -> float:
-        """Change the local parameters of an island that trains, by the shift in its ``frozen``; the seconds for which
-        it has stood still since the snapshot."""
+    def _ahead(self, tokens: int | None = None) -> int | None:
+        """How many inner steps an island that goes on may make: any number, but none while the run winds up and it
+        still has something to hand over. tokens: those that its own counters hold."""
+        if not self._winding_up:
+            return None
+        assert self.island is not None
+        counted = self.island.progress() if tokens is None else Progress(tokens=tokens)
+        return 0 if self._accounts.progress(counted, self.fragment).tokens else None
+
+    async def _move_island(self, runs: list[Run], *, spent: float, of: Snapshot | None) -> Snapshot | None:
+        """Change the local parameters of an island that trains, by the shift in its ``frozen``; its counters as they
+        were then. None when it died of it: then it has begun anew from the global parameters."""
         assert self.island is not None
         self._ahead_of_round = False
         try:
@@ -1090,7 +1124,7 @@ class Peer:
             self._frozen = True
             self._events("warning", message=f"{error}; the inner steps since the last commit are lost")
             await self._reload_island(residual=True)
-            return 0.0
+            return None
 
     def _seen(self) -> list[Ballot]:
         return [ballot for limbo in self._limbo for ballot in limbo.round.ballots()][:8]
@@ -1114,7 +1148,7 @@ class Peer:
         awaited = {peer for peer in chosen if not self._is_put_off(self._deaf, peer)}
         calling = Calling(self.transport.random.randbytes(16), self._last_round + 1, self.head, awaited, leases)
         self._calling, self._engaged = calling, self.transport.peer_id
-        call = Call(calling.nonce, calling.round, 0, self.head, due is Due.LEASES)
+        call = Call(calling.nonce, calling.round, self.fragment, self.head, due is Due.LEASES)
         called = [*chosen, *spare[: rules.max_group - 1 - len(chosen)]]
         self.messenger.post_all(called, call)
         own: tuple[Member, Snapshot] | None = None
@@ -1242,7 +1276,7 @@ class Peer:
         self._set_state("averaging")
         self._last_round = max(self._last_round, seal.round)
         self._events(
-            "seal", round=seal.round, roster=roster_id.hex(), members=[m.peer for m in seal.members],
+            "seal", round=seal.round, fragment=seal.fragment, roster=roster_id.hex(), members=[m.peer for m in seal.members],
             coordinator=seal.coordinator, deadline=seal.deadline,
             bound=seal.deadline + 3 * self._silence,
             **({"stopped": snapshot.stopped} if self._ahead_of_round else {}),
@@ -1370,7 +1404,7 @@ class Peer:
             await self.transport.offload(self.store.append, commit, chunks)
         except DiskFull as error:
             self._events("warning", message=f"the commit was not logged: {error}")
-        last = body.outer_step >= self.manifest.budget.rounds
+        last = body.outer_step >= self.manifest.budget.rounds * self.layout.fragments
         moving = island is not None and bool(chunks) and not self._frozen
         if moving and island is not None and (island.frozen is None or lost or last):
             # Its θ is about to be written; nothing may be training on it.
@@ -1399,21 +1433,31 @@ class Peer:
             of = None if frozen is island.local or rule.merge is Merge.OVERWRITE else snapshot
             spent = applied.share
             if lost:
-                island.local[:] = self.replica.params
-                if self.replica.residual is not None:
-                    self.replica.residual.fill(0)
+                part = self.layout.fragment(body.fragment)
+                for span in map(part.span, range(part.count)):
+                    island.local[span] = self.replica.params[span]
+                    if self.replica.residual is not None:
+                        self.replica.residual[span] = 0
                 spent, of = 1.0, None
             if me is not None:
-                self.contributed += int(body.seal.members[me].weight * applied.share)
+                self.contributed += averaged_of(body.seal, body.chunks, self.layout)[me]
                 island.lease([lease.span for lease in body.leases if lease.member == me])
             if moving:
-                if rule.merge is Merge.OVERWRITE and snapshot is not None:
-                    since = max(island.progress().tokens - snapshot.tokens, 0)
-                    more["lost_tokens"] = round(since * applied.share)
-                more["stopped"] = await self._move_island(applied.runs, spent=spent, of=of)
+                moved = await self._move_island(applied.runs, spent=spent, of=of)
+                if moved is not None:
+                    self._accounts.commit(body.fragment, spent, moved, of)
+                    if rule.merge is Merge.OVERWRITE and snapshot is not None:
+                        more["lost_tokens"] = round(max(moved.tokens - snapshot.tokens, 0) * applied.share)
+                more["stopped"] = moved.stopped if moved is not None else 0.0
             elif self._frozen and not self.finished:  # after the last round there is nothing to train for
+                counted = island.progress()
+                now = Snapshot(counted.steps, counted.tokens, counted.units, counted.leased)
+                self._accounts.commit(body.fragment, spent, now, of)
                 self._frozen = False
-                await island.resume(reload=bool(chunks), spent=spent, outer_step=body.outer_step, of=of)
+                ahead = self._ahead(left(now.tokens, spent, of.tokens if of is not None else None))
+                await island.resume(
+                    reload=bool(chunks), spent=spent, outer_step=body.outer_step, of=of, ahead=ahead
+                )  # fmt: skip
             elif self._ahead_of_round:
                 await self._thaw()  # leases alone: nothing was averaged
         self._log_commit(commit_id, commit, names, seconds, more)
@@ -1437,7 +1481,7 @@ class Peer:
         body = commit.body
         shares = contributed(body.seal, body.chunks, self.layout)
         self._events(
-            "commit", round=body.round, outer_step=body.outer_step, height=body.height, id=commit_id.hex(),
+            "commit", round=body.round, fragment=body.fragment, outer_step=body.outer_step, height=body.height, id=commit_id.hex(),
             parent=body.parent.hex(), members=names, contributors=dict(zip(names, shares, strict=True)),
             tokens=body.tokens, weight=body.weight, seconds=seconds, lone=len(names) == 1,
             votes=len(commit.votes), cursor=body.cursor, **more,
@@ -1467,7 +1511,7 @@ class Peer:
         donors = [PeerId(member.peer) for member in body.seal.members if member.peer != self.transport.peer_id]
         started = self.transport.now()
         try:
-            size = encoded_size(self.layout, self.manifest.codec.name)
+            size = encoded_size(self.layout.fragment(body.fragment), self.manifest.codec.name)
             async with asyncio.timeout(4 * self._silence + 4 * transfer_seconds(size, 2, self._download or ASSUMED)):
                 chunks = await self.fetcher.chunks(body, donors, self._recent)
         except (TransportError, TimeoutError) as error:
@@ -1594,7 +1638,7 @@ class Peer:
                 await self._freeze()
             except ResourceError as error:
                 self._events("warning", message=f"the island did not freeze: {error}")
-        left = self.head
+        before = self.head
         state = loaded.state if loaded.state is not None else await self.transport.offload(self._fresh)
         self.replica.adopt(state, loaded.position)
         self._newest = None
@@ -1602,8 +1646,8 @@ class Peer:
         if better(head, self.head):
             self._owed = head
         self._events(
-            "resync", round=self.head.round, outer_step=self.head.outer_step, left=left.id.hex(),
-            left_round=left.round, lost_tokens=progress.tokens,
+            "resync", round=self.head.round, outer_step=self.head.outer_step, left=before.id.hex(),
+            left_round=before.round, lost_tokens=self._accounts.unmerged(progress),
         )  # fmt: skip
         if self.island is not None:
             self.island.revoke()

@@ -81,13 +81,13 @@ class Replica:
 
     # --- contributing --------------------------------------------------------------------------------------------
 
-    def contribution(self, index: int, theta: Floats, out: Floats | None = None) -> Floats:
-        """x of one chunk: Δ + residual, Δ = g − θ. ``theta``: the frozen local parameters, all of them.
+    def contribution(self, index: int, theta: Floats, out: Floats | None = None, *, fragment: int = 0) -> Floats:
+        """x of one chunk of a fragment: Δ + residual, Δ = g − θ. ``theta``: the frozen local parameters, all of them.
 
         out: float32, as long as the chunk, to be written and returned instead of fresh memory.
         """
-        span = self.layout.span(index)
-        x = np.empty(self.layout.size(index), np.float32) if out is None else out
+        span = self.layout.fragment(fragment).span(index)
+        x = np.empty(span.stop - span.start, np.float32) if out is None else out
         params, local = self.state.params[span], theta[span]
         if self.residual is None:
             return np.subtract(params, local, out=x)
@@ -97,22 +97,24 @@ class Replica:
         table().contribution(frozen(params), frozen(local), frozen(self.residual[span]), decay, x)
         return x
 
-    def encode(self, index: int, theta: Floats) -> bytearray | memoryview:
+    def encode(self, index: int, theta: Floats, fragment: int = 0) -> bytearray | memoryview:
         """What is sent of one chunk; the same bytes each time while nothing has been committed."""
-        return self.codec.encode(self.contribution(index, theta, self._scratch(index)))
+        scratch = self._scratch(self.layout.fragment(fragment).size(index))
+        return self.codec.encode(self.contribution(index, theta, scratch, fragment=fragment))
 
-    def _scratch(self, index: int) -> Floats:
-        """Memory of this thread, as long as a chunk: fresh pages for each would cost as much time as the encoding."""
+    def _scratch(self, size: int) -> Floats:
+        """Memory of this thread for one chunk: fresh pages for each would cost as much time as the encoding."""
         memory: Floats | None = getattr(self._memory, "chunk", None)
         if memory is None:
             memory = self._memory.chunk = np.empty(min(self.layout.chunk, self.layout.parameters), np.float32)
-        return memory[: self.layout.size(index)]
+        return memory[:size]
 
-    def sendable(self, theta: Floats) -> bool:
-        """Whether the codec takes every element of x: finite, and of a sane magnitude."""
-        for index in range(self.layout.count):
+    def sendable(self, theta: Floats, fragment: int = 0) -> bool:
+        """Whether the codec takes every element of a fragment's x: finite, and of a sane magnitude."""
+        part = self.layout.fragment(fragment)
+        for index in range(part.count):
             # The largest magnitude is NaN or infinite when any element is.
-            x = self.contribution(index, theta, self._scratch(index))
+            x = self.contribution(index, theta, self._scratch(part.size(index)), fragment=fragment)
             if not float(np.abs(x, out=x).max(initial=0.0)) <= MAX_MAGNITUDE:
                 return False
         return True
@@ -122,8 +124,9 @@ class Replica:
     def means(self, body: Body, chunks: Sequence[bytes]) -> list[Floats | None]:
         """Decode a commit's averaged chunks; None where nobody contributed. Raises PeerMisbehaved."""
         means: list[Floats | None] = []
+        part = self.layout.fragment(body.fragment)
         for index, averaged in enumerate(check_all(body, chunks, self.layout, self.codec)):
-            mean = np.empty(self.layout.size(index), np.float32) if averaged.weight else None
+            mean = np.empty(part.size(index), np.float32) if averaged.weight else None
             if mean is not None:
                 self.averages.decode(averaged.payload, len(mean), mean)
             means.append(mean)
@@ -141,7 +144,8 @@ class Replica:
         shift: Floats | None = None,
         rule: Overlap = CARRY,
     ) -> Applied:
-        """Take one outer step; CPU-heavy, to be run off the event loop.
+        """Take one outer step of the commit's fragment; CPU-heavy, to be run off the event loop. Nothing of the other
+        fragments is looked at or changed.
 
         me, frozen: this peer's place in the roster and its θ at the freeze, when it took part. Where its chunk is
         in the average, the frozen Δ leaves the local parameters and the codec's error stays behind as residual;
@@ -156,21 +160,24 @@ class Replica:
         outer = self.manifest.outer
         check_outer(outer.lr, outer.momentum, outer.optimizer)
         members = len(body.seal.members)
+        fragment, part = body.fragment, self.layout.fragment(body.fragment)
+        # The period of a delayed momentum is one of steps of this fragment.
+        phase = (body.outer_step - 1) // self.layout.fragments % outer.period
 
         def one(index: int) -> tuple[int, Run]:
             """Apply one chunk; the number of its elements when this peer's contribution is in it, and how θ moves."""
             averaged = averages[index]
             mine = me is not None and frozen is not None and me in members_in(averaged.contributors, members)
-            span = self.layout.span(index)
+            span = part.span(index)
             run = Run(span.start, span.stop, 1.0)
             if not averaged.weight and (shift is None or not rule.departs):
                 if shift is not None:
                     shift[span] = 0
                 return 0, run
-            scratch = self._scratch(index)
+            scratch = self._scratch(span.stop - span.start)
             if mine and self.residual is not None:
                 assert frozen is not None
-                x = self.contribution(index, frozen, scratch)
+                x = self.contribution(index, frozen, scratch, fragment=fragment)
                 sent = self.codec.encode(x)
                 # The scratch holds x, so the decoded values go where the difference will be.
                 residual = self.residual[span]
@@ -187,8 +194,8 @@ class Replica:
             if averaged.weight:
                 self.averages.decode(averaged.payload, len(scratch), scratch)
                 self.state.step(
-                    index, scratch, lr=outer.lr, mu=outer.momentum, kind=outer.optimizer,
-                    phase=(body.outer_step - 1) % outer.period, period=outer.period,
+                    self.layout.place(fragment, index), scratch, lr=outer.lr, mu=outer.momentum, kind=outer.optimizer,
+                    phase=phase, period=outer.period,
                 )  # fmt: skip
             if local is None and shift is None:
                 return len(new) if mine else 0, run
@@ -210,29 +217,32 @@ class Replica:
         done = spread(one, range(len(chunks)), 4 * self.layout.chunk, spare=shift is not None)
         self.position = position_of(body, commit_id)
         self._digest = None
-        share = sum(size for size, _ in done) / self.layout.parameters
+        share = sum(size for size, _ in done) / part.parameters
         return Applied(share, _joined([run for _, run in done]) if shift is not None else [])
 
-    def start(self, rule: Overlap, frozen: Floats, out: Floats) -> None:
-        """θ̃, what training goes on from while a round based on this head is in flight; CPU-heavy."""
+    def start(self, rule: Overlap, frozen: Floats, out: Floats, fragment: int = 0) -> None:
+        """θ̃, what training goes on from while a round of that fragment is in flight on this head; CPU-heavy. ``out``
+        stays as it is elsewhere."""
+        part = self.layout.fragment(fragment)
 
         def one(index: int) -> None:
-            span = self.layout.span(index)
+            span = part.span(index)
             rule.start(frozen[span], self.state.params[span], self.state.momentum[span], out[span])
 
-        spread(one, range(self.layout.count), 4 * self.layout.chunk)
+        spread(one, range(part.count), 4 * self.layout.chunk)
 
-    def abort(self, rule: Overlap, frozen: Floats) -> list[Run]:
-        """How θ moves when the round ends without a commit: the shift is written into ``frozen``; CPU-heavy."""
+    def abort(self, rule: Overlap, frozen: Floats, fragment: int = 0) -> list[Run]:
+        """How θ moves when a round of that fragment ends without a commit: the shift is written into ``frozen``;
+        CPU-heavy."""
+        part = self.layout.fragment(fragment)
 
-        def one(index: int) -> None:
-            span = self.layout.span(index)
-            part = frozen[span]
-            start = rule.start(part, self.state.params[span], self.state.momentum[span], np.empty_like(part))
-            rule.aborted(part, start, part)
+        def one(index: int) -> Run:
+            span = part.span(index)
+            mine = frozen[span]
+            start = rule.start(mine, self.state.params[span], self.state.momentum[span], np.empty_like(mine))
+            return Run(span.start, span.stop, rule.aborted(mine, start, mine))
 
-        spread(one, range(self.layout.count), 4 * self.layout.chunk, spare=1)
-        return [Run(0, self.layout.parameters, 1.0)]
+        return _joined(spread(one, range(part.count), 4 * self.layout.chunk, spare=1))
 
     def adopt(self, state: GlobalState, position: Position) -> None:
         """Go over to another head's state (a re-synchronisation): the residual is void with it."""

@@ -96,6 +96,8 @@ class Round:
         self._order = [coordinator, *rest]
         """Who leads, and who after them: the coordinator, then the others by rank."""
         self.theta = theta if seal.members[self.me].weight else None
+        self._part = around.layout.fragment(seal.fragment)
+        """The chunks of the round's fragment."""
         self.silence = around.manifest.round.silence
         self.started = around.transport.now()
         self.ends = self.started + seal.deadline
@@ -207,7 +209,7 @@ class Round:
         theta, replica = self.theta, self.around.replica
         if theta is None:
             return None
-        return lambda index: replica.encode(index, theta)
+        return lambda index: replica.encode(index, theta, self.seal.fragment)
 
     def _take(self, part: Part) -> None:
         """Begin to work on a part, as its reducer or as one of its contributors."""
@@ -217,7 +219,7 @@ class Round:
         if part.reducer == self.me:
             around, cutoff = self.around, self.ends - 2 * self.silence
             reducer = Reducer(
-                around.transport, around.layout, around.replica.codec, self.seal.members, self.me, part,
+                around.transport, self._part, around.replica.codec, self.seal.members, self.me, part,
                 silence=self.silence, cutoff=cutoff, sink=self._hold, refused=self._refused,
                 floor=lambda: max(self.started, around.messenger.epoch),
             )  # fmt: skip
@@ -279,7 +281,7 @@ class Round:
                 self._open(stream)
                 hello = Hello(self.seal, self.signature, part.first, part.count, progress.due)
                 await exchange(
-                    stream, hello, self.roster_id, progress, transport=around.transport, layout=around.layout,
+                    stream, hello, self.roster_id, progress, transport=around.transport, layout=self._part,
                     codec=around.replica.codec, members=self.seal.members, me=self.me, silence=self.silence,
                     own=self._own(), sink=self._hold,
                 )  # fmt: skip
@@ -478,9 +480,9 @@ class Round:
             return True
         if part.reducer in self._distrusted:
             return False
-        layout, around = self.around.layout, self.around
+        around = self.around
         size = sum(
-            around.replica.codec.encoded_size(layout.size(i)) for i in range(part.first, part.first + part.count)
+            around.replica.codec.encoded_size(self._part.size(i)) for i in range(part.first, part.first + part.count)
         )
         # A reducer may wait T for a member; beyond that, another must still have the time to average the part anew.
         patience = 1.5 * self.silence + transfer_seconds(size, len(self.peers), slowest_link(self.seal.members))

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def toml_value(value: Any) -> str:
-    """A scalar as TOML; it reads back as the same value."""
+    """A scalar, or an array of scalars on one line, as TOML; it reads back as the same value."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -16,11 +16,13 @@ def toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, int | float):
         return repr(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     raise TypeError(f"cannot write {type(value).__name__} as TOML")
 
 
 def toml_array(values: Sequence[Any]) -> str:
-    """An array of scalars, one a line when there are several."""
+    """An array of scalars or of such arrays, one a line when there are several."""
     if len(values) < 2:
         return "[" + "".join(map(toml_value, values)) + "]"
     return "[\n" + "".join(f"    {toml_value(value)},\n" for value in values) + "]"

@@ -24,7 +24,6 @@ from atoll.protocol.codecs import get_codec
 from atoll.protocol.commits import START, check_child, contributed, verify_commit
 from atoll.protocol.errors import PeerMisbehaved
 from atoll.protocol.identity import Signer
-from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.messages import Commit, decode, hash_of
 from atoll.protocol.replica import Replica
@@ -103,7 +102,7 @@ def replay(
     """Check every commit and apply it to the initial parameters, as a peer does: signatures of a majority, averaged
     chunks with exactly the contributors and weights that the commit says, the state that it attests at its parent.
     Returns what is wrong, and the state digest after each commit."""
-    layout = ChunkLayout(manifest.state.parameters, manifest.state.chunk)
+    layout = manifest.layout
     state, codec = GlobalState.fresh(layout, start), get_codec(manifest.codec.name)
     replica, digests = Replica(manifest, layout, codec, state), {}
     for commit_id, commit, chunks in zip(chain.ids, chain.commits, chain.chunks, strict=True):
@@ -126,7 +125,7 @@ def samples(manifest: Manifest, chain: Chain, context: int) -> tuple[list[str], 
     """The ledger: leases are disjoint, and no process brought more than it had been leased until then.
 
     context: tokens of a sample."""
-    layout = ChunkLayout(manifest.state.parameters, manifest.state.chunk)
+    layout = manifest.layout
     leased: Counter[tuple[str, bytes]] = Counter()
     used: defaultdict[tuple[str, bytes], float] = defaultdict(float)
     spans, wrong = [], []
@@ -135,7 +134,7 @@ def samples(manifest: Manifest, chain: Chain, context: int) -> tuple[list[str], 
         members = body.seal.members
         for member, share in zip(members, contributed(body.seal, body.chunks, layout), strict=True):
             who = member.peer, member.nonce
-            used[who] += member.weight * share / context
+            used[who] += member.weight * share * layout.fragment(body.fragment).parameters / layout.parameters / context
             if used[who] > leased[who] + 1e-6:
                 wrong.append(f"round {body.round}: {member.peer} had brought {used[who]:g} samples of {leased[who]}")
         for lease in body.leases:

@@ -22,7 +22,6 @@ import pytest
 from atoll.node.events import Event
 from atoll.protocol.address import Multiaddr, RunAddress
 from atoll.protocol.identity import load_identity
-from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.store import Store
 
@@ -186,7 +185,7 @@ def no_sample_twice(manifest: Manifest, nodes: list[Process]) -> None:
     """The commits' leases are disjoint, and no node took more than it was leased."""
     leased: dict[str, int] = dict.fromkeys((process.peer for process in nodes), 0)
     spans: list[tuple[int, int]] = []
-    layout = ChunkLayout(manifest.state.parameters, manifest.state.chunk)
+    layout = manifest.layout
     store = Store.open(nodes[0].state / "store", manifest.run_id, layout)
     try:
         bodies = [commit.body for entry in store.commits() if (commit := store.commit(entry.id)) is not None]

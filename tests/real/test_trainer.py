@@ -162,8 +162,9 @@ def test_it_trains_on_from_a_snapshot_and_is_moved_without_a_pause(monkeypatch: 
         # Without samples it stays where it is put.
         island.revoke()
         island.frozen[:] = shift
-        stopped = await island.move(runs, spent=0.5, outer_step=1, of=snapshot)
-        assert stopped > 0.1, "it has waited at its limit"
+        before = await island.move(runs, spent=0.5, outer_step=1, of=snapshot)
+        assert before.stopped > 0.1, "it has waited at its limit"
+        assert before.steps == snapshot.steps + 5
         np.testing.assert_array_equal(island.local, moved(theta))
         assert island.progress().steps == snapshot.steps + 5 - round(snapshot.steps / 2)
 

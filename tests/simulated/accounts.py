@@ -94,7 +94,8 @@ class Accounts:
             ):
                 brought = self.swarm.contributions.get((self.swarm.name_of(member.peer), roster))
                 if brought is not None:
-                    total += share * brought.count
+                    layout = self.swarm.layout
+                    total += share * brought.count * layout.fragment(body.fragment).parameters / layout.parameters
         return round(total)
 
     def gaps(self, end: float) -> list[tuple[float, float, float]]:

@@ -51,6 +51,8 @@ class SimulatedIsland(Island):
         """Every unit ever trained on by this incarnation."""
         self.brought: tuple[np.ndarray, tuple[range, ...]] = (self.local.copy(), ())
         """θ and the pending units at the last freeze or snapshot: what the next roster is given."""
+        self.brought_count = 0
+        """Units ever used until then."""
         self.paused = True
         self.closed = False
         self.in_flight = 0
@@ -68,6 +70,21 @@ class SimulatedIsland(Island):
         self._until: int | None = None
         self._still = 0.0
         """Since when it stands at its limit; 0 while it does not."""
+
+    @property
+    def count(self) -> int:
+        """Units ever trained on."""
+        return sum(map(len, self.used))
+
+    def units(self, start: int, stop: int) -> tuple[range, ...]:
+        """Of the units ever used, in order, those from number ``start`` to before ``stop``."""
+        found, at = [], 0
+        for span in self.used:
+            first, last = max(start - at, 0), min(stop - at, len(span))
+            if first < last:
+                found.append(span[first:last])
+            at += len(span)
+        return tuple(found)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -142,7 +159,7 @@ class SimulatedIsland(Island):
             raise ResourceError("the trainer died")
 
     def _snapshot(self) -> Snapshot:
-        self.brought = (self.local.copy(), tuple(self.pending))
+        self.brought, self.brought_count = (self.local.copy(), tuple(self.pending)), self.count
         return Snapshot(self._steps, self._units * self.tokens_per_unit, self._units, self._leased)
 
     async def freeze(self) -> Snapshot:
@@ -183,7 +200,7 @@ class SimulatedIsland(Island):
                 self.pending[0] = oldest[take:]
         self._steps = left(self._steps, spent, of.steps if of is not None else None)
 
-    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> float:
+    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> Snapshot:
         assert self.frozen is not None
         assert not self.paused
         self._advance()
@@ -192,8 +209,9 @@ class SimulatedIsland(Island):
         self._fail()
         for run in runs:
             move(self.local[run.start : run.stop], run.keep, self.frozen[run.start : run.stop])
+        before = (self._steps, self._units * self.tokens_per_unit, self._units, self._leased)
         self._spend(spent, of)
-        return self._limit(None)
+        return Snapshot(*before, self._limit(None))
 
     async def resume(
         self, *, reload: bool, spent: float, outer_step: int, of: Snapshot | None = None, ahead: int | None = None

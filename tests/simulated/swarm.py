@@ -11,8 +11,8 @@ import numpy as np
 
 from atoll.protocol.commits import contributed, members_in
 from atoll.protocol.disk import MemoryDisk
+from atoll.protocol.fragments import make_layout
 from atoll.protocol.identity import FastSigner, Signer
-from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.messages import GENESIS, NO_DIGEST, Commit, Head, better, hash_of
 from atoll.protocol.peer import Peer
@@ -26,6 +26,8 @@ from .island import SimulatedIsland
 from .ledger import Ledger
 
 PARAMETERS, CHUNK = 1000, 128
+LAYERS = [[300], [40, 200], [60, 260], [140]]
+"""Of a model of 1000 parameters that is cut into fragments."""
 CODEC_ERRORS = {"float32": 0.0, "float16": 0.002, "int8": 0.02, "int4": 0.35, "sparse": 1.5}
 """How far a mean may be off, as a share of its largest element: twice through the codec, and what sparse leaves out."""
 VOTE = b"atoll vote 1\0"
@@ -49,7 +51,11 @@ def manifest(*, parameters: int = PARAMETERS, **changes: Any) -> Manifest:
     }  # fmt: skip
     for section, values in changes.items():
         sections.setdefault(section, {}).update(values)
-    layout = ChunkLayout(parameters, sections["state"]["chunk"])
+    rules, state = sections["round"], sections["state"]
+    fragments, packing = rules.get("fragments", 1), rules.get("packing", "balanced")
+    if fragments > 1:
+        state.setdefault("layers", LAYERS)
+    layout = make_layout(parameters, state["chunk"], state.get("layers", []), fragments, packing)
     digest = GlobalState.fresh(layout, start_params(parameters)).digest().hex()
     return Manifest.make("simulated", parameters=parameters, theta0=digest, **sections)
 
@@ -77,6 +83,10 @@ class Life:
     done: bool = False
     ended: float | None = None
     """When it was killed."""
+    handed: list[int] = field(default_factory=list)
+    """Of several fragments: sample units that each has handed over, or lost, of those that were ever used, in order."""
+    entered: dict[str, int] = field(default_factory=dict)
+    """By roster: units used until it was frozen for it."""
 
     @property
     def running(self) -> bool:
@@ -116,7 +126,7 @@ class Swarm:
 
     def __post_init__(self) -> None:
         self.network = self.make_network()
-        self.layout = ChunkLayout(self.manifest.state.parameters, self.manifest.state.chunk)
+        self.layout = self.manifest.layout
         self.disks: dict[str, MemoryDisk] = {}
         self.lives: dict[str, list[Life]] = {}
         self.hosts: dict[str, SimHost] = {}
@@ -196,8 +206,16 @@ class Swarm:
             island=island, name=name, linger=20.0 if trains else float("inf"),
             reachable=getattr(self.hosts[name], "reachable", True),
         )  # fmt: skip
-        life = Life(peer, island, self.hosts[name])
+        life = Life(peer, island, self.hosts[name], handed=[0] * self.layout.fragments)
         self.lives[name].append(life)
+        if island is not None and self.layout.fragments > 1:
+            forget = peer._accounts.clear
+
+            def clear(due: int) -> None:
+                life.handed = [island.count] * self.layout.fragments
+                forget(due)
+
+            peer._accounts.clear = clear  # type: ignore[method-assign]
         return life
 
     def crash(self, name: str, *, power_cut: bool = False) -> None:
@@ -258,6 +276,8 @@ class Swarm:
                 self.violations.append(f"round {fields['round']}: different digests at one head: {sorted(seen)}")
         elif event == "commit" and name not in self.ignored:
             self._committed(name, fields)
+            if self.layout.fragments > 1:
+                self._hand_over(name, fields)
         for hook in list(self.hooks):
             hook(name, event, fields)
 
@@ -267,10 +287,25 @@ class Swarm:
             return
         replica = life.peer.replica
         theta, units = life.island.brought
+        if self.layout.fragments > 1:
+            life.entered[fields["roster"]] = life.island.brought_count
+            units = life.island.units(life.handed[fields["fragment"]], life.island.brought_count)
         x = replica.params - theta
         if replica.residual is not None:
             x = x + replica.residual
         self.contributions[(name, fields["roster"])] = Contribution(x, units)
+
+    def _hand_over(self, name: str, fields: dict[str, Any]) -> None:
+        """Keep account of what each fragment of a peer has handed over, beside the peer's own."""
+        life, fragment = self.life(name), fields["fragment"]
+        share = fields["contributors"].get(str(life.peer.transport.peer_id), 0.0)
+        roster = self.commit_rosters[bytes.fromhex(fields["id"])].hex()
+        if life.island is None or not share or roster not in life.entered:
+            return
+        upto = life.entered[roster]
+        if self.manifest.round.merge == "overwrite" and "stopped" in fields:
+            upto = life.island.count
+        life.handed[fragment] += round((upto - life.handed[fragment]) * share)
 
     def _committed(self, name: str, fields: dict[str, Any]) -> None:
         commit_id = bytes.fromhex(fields["id"])
@@ -310,8 +345,8 @@ class Swarm:
             inside = members_in(entry.contributors, len(body.seal.members))
             if not inside:
                 continue
-            span = self.layout.span(index)
-            total, weight, largest = np.zeros(self.layout.size(index), np.float64), 0, 0.0
+            span = self.layout.fragment(body.fragment).span(index)
+            total, weight, largest = np.zeros(span.stop - span.start, np.float64), 0, 0.0
             for i in inside:
                 member, what = body.seal.members[i], brought[i]
                 if what is None:
@@ -354,10 +389,11 @@ class Swarm:
         return best
 
     def check_samples(self) -> None:
-        """No sample twice along the chain that ends in the best head; leases do not overlap either."""
-        leased, used = Ledger(), Ledger()
+        """No sample twice in one fragment along the chain that ends in the best head; leases do not overlap either."""
+        leased, averaged = Ledger(), [Ledger() for _ in range(self.layout.fragments)]
         for commit in self.chain(self.best_head().id):
             body = commit.body
+            used = averaged[body.fragment]
             for lease in body.leases:
                 if leased.add(range(lease.span.start, lease.span.start + lease.span.count), body.round) is not None:
                     self.violations.append(f"round {body.round}: a sample unit was leased twice")

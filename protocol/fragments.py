@@ -1,0 +1,162 @@
+"""Fragments: parts of the model that have rounds of their own, so that the peak of the traffic falls by their number.
+
+Streaming DiLoCo (arXiv 2501.18512) sends one fragment after the other, each every H inner steps at an offset of its
+own, and takes layers in strides; Decoupled DiLoCo (arXiv 2604.21428) packs tensors into fragments of even size. A
+fragment is made of whole tensors. Pure functions: every peer must come to the same answer (docs/protocol.md).
+
+:class:`Accounts` keeps what a peer has done since each fragment's last contribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+from .island import Progress, Snapshot
+from .layout import ChunkLayout, FragmentedLayout
+from .overlap import left
+
+Packing = Literal["balanced", "strided"]
+Layers = Sequence[Sequence[int]]
+"""Elements of the tensors of each layer, in the order in which they lie in the flat vector; what stands before and
+behind the layers proper (embedding, last norm, head) counts as one each."""
+
+
+def pack(layers: Layers, fragments: int, packing: Packing) -> list[int]:
+    """The fragment of each tensor, in flat order.
+
+    ``strided``: layer i goes to fragment i modulo P. ``balanced``: tensors, the largest first and of equal ones the
+    earlier, go each to the fragment that is the smallest so far, of equal ones to the lower number; then the fragments
+    are numbered by their first tensors.
+
+    Raises :class:`ValueError` for fewer tensors (or layers) than fragments, or sizes below 1.
+    """
+    sizes = list(chain.from_iterable(layers))
+    if fragments < 1 or min(sizes, default=0) < 1:
+        raise ValueError(f"expected fragments of tensors of at least one element, found {fragments} of {sizes}")
+    most = len(sizes) if packing == "balanced" else sum(1 for layer in layers if layer)
+    if fragments > most:
+        raise ValueError(f"fragments = {fragments} exceeds the {most} {_UNITS[packing]} of the model")
+    if packing == "strided":
+        filled = [layer for layer in layers if layer]
+        return [number % fragments for number, layer in enumerate(filled) for _ in layer]
+    loads, chosen = [0] * fragments, [0] * len(sizes)
+    for tensor in sorted(range(len(sizes)), key=lambda tensor: (-sizes[tensor], tensor)):
+        least = loads.index(min(loads))
+        chosen[tensor] = least
+        loads[least] += sizes[tensor]
+    numbers: dict[int, int] = {}
+    for fragment in chosen:
+        numbers.setdefault(fragment, len(numbers))
+    return [numbers[fragment] for fragment in chosen]
+
+
+_UNITS = {"balanced": "tensors", "strided": "layers"}
+
+
+def make_layout(parameters: int, chunk: int, layers: Layers, fragments: int, packing: Packing) -> ChunkLayout:
+    """How a model of ``parameters`` elements is cut, for any number of fragments.
+
+    With one fragment, every ``chunk`` elements. With several, each run of neighbouring tensors of one fragment by
+    itself, every ``chunk`` elements from its beginning, its last chunk being shorter: so a chunk lies in one piece, and
+    in one fragment. Chunks are numbered in flat order, those of a fragment in the same order. Raises as :func:`pack`,
+    and :class:`ValueError` when ``layers`` do not make so many elements.
+    """
+    if fragments == 1:
+        return ChunkLayout(parameters, chunk)
+    sizes = list(chain.from_iterable(layers))
+    if sum(sizes) != parameters:
+        raise ValueError(f"layers of {sum(sizes)} elements do not make a model of {parameters}")
+    spans: list[tuple[int, int]] = []
+    members: list[list[int]] = [[] for _ in range(fragments)]
+    chosen = pack(layers, fragments, packing)
+    at = tensor = 0
+    while tensor < len(sizes):
+        stop, fragment = at, chosen[tensor]
+        while tensor < len(sizes) and chosen[tensor] == fragment:
+            stop += sizes[tensor]
+            tensor += 1
+        for start in range(at, stop, chunk):
+            members[fragment].append(len(spans))
+            spans.append((start, min(start + chunk, stop)))
+        at = stop
+    return FragmentedLayout(parameters, chunk, tuple(spans), tuple(map(tuple, members)))
+
+
+def early(fragment: int, due: int, fragments: int, inner_steps: int) -> int:
+    """Inner steps by which a peer's first contribution to a fragment comes early, when ``due`` is the next fragment at
+    the moment in which it begins: so that the rounds are spread over H steps from the first one on. The last in order
+    is not early."""
+    turn = (fragment - due) % fragments
+    return inner_steps - (turn + 1) * inner_steps // fragments
+
+
+@dataclass
+class _Counts:
+    steps: int = 0
+    tokens: int = 0
+    units: int = 0
+
+
+class Accounts:
+    """What one peer has done since its last contribution to each fragment: steps, tokens and sample units.
+
+    The island has counters of its own (:class:`.island.Progress`), out of which every commit takes the share in which
+    this peer's contribution was averaged. With one fragment they are the account. With more, they tell what was done
+    since the last commit of any fragment; what was done before, and that fragment has not handed over, stands here.
+    """
+
+    def __init__(self, layout: ChunkLayout, inner_steps: int) -> None:
+        self._layout, self._inner_steps = layout, inner_steps
+        self.clear(0)
+
+    def clear(self, due: int) -> None:
+        """All progress is gone, or there was none: begin anew, ``due`` being the fragment of the next round."""
+        count = self._layout.fragments
+        self._more = [_Counts() for _ in range(count)]
+        self._early = [early(fragment, due, count, self._inner_steps) for fragment in range(count)]
+
+    def progress(self, of: Progress, fragment: int) -> Progress:
+        """The island's progress, as it counts for one fragment."""
+        more = self._more[fragment]
+        return Progress(
+            of.steps + more.steps, of.tokens + more.tokens, of.units + more.units, of.leased, of.step_time, of.loss,
+            of.fields,
+        )  # fmt: skip
+
+    def snapshot(self, of: Snapshot, fragment: int) -> Snapshot:
+        """The counters of a frozen island, as they count for one fragment."""
+        more = self._more[fragment]
+        return Snapshot(
+            of.steps + more.steps, of.tokens + more.tokens, of.units + more.units, of.leased, of.stopped
+        )  # fmt: skip
+
+    def wanting(self, of: Progress, fragment: int) -> int:
+        """Inner steps until this peer has done its part for a round of that fragment: H since its last contribution,
+        and fewer for the first."""
+        return max(self._inner_steps - self._early[fragment] - self.progress(of, fragment).steps, 0)
+
+    def unmerged(self, of: Progress) -> int:
+        """Tokens that have not been averaged: each in the share of the model in which it has not."""
+        shares = [self._layout.fragment(f).parameters / self._layout.parameters for f in range(len(self._more))]
+        return round(sum(share * (of.tokens + more.tokens) for share, more in zip(shares, self._more, strict=True)))
+
+    def commit(self, fragment: int, share: float, now: Snapshot, of: Snapshot | None) -> None:
+        """A commit has averaged a share (0 … 1) of this peer's contribution to a fragment.
+
+        now: the island's counters at the moment in which the commit reaches it. of: those that the share is of, where
+        steps have been made since (see :func:`.overlap.left`). The island takes the same share out of its own counters;
+        for the other fragments that moves to here.
+        """
+        for number, more in enumerate(self._more):
+            for name in ("steps", "tokens", "units"):
+                counted, since = getattr(now, name), getattr(of, name) if of is not None else None
+                kept, before = left(counted, share, since), getattr(more, name)
+                after = before + counted
+                if number == fragment:
+                    after = left(after, share, before + since if since is not None else None)
+                setattr(more, name, after - kept)
+        if share > 0:
+            self._early[fragment] = 0
