@@ -148,7 +148,7 @@ def _complete_state(section: dict[str, Any], model: ModelConfig, rules: Any) -> 
     section.setdefault("chunk", suggested_chunk(parameters))
     fragments, packing = (rules.get("fragments"), rules.get("packing")) if isinstance(rules, dict) else (1, "balanced")
     if fragments == 1:
-        section["layers"] = []  # also where they stand in what this manifest is derived from
+        section.setdefault("layers", [])
     elif not section.get("layers"):
         section["layers"] = layer_sizes(model)
     chunk = section["chunk"]

@@ -49,6 +49,8 @@ MAX_SAFE_INTEGER = 2**53
 """Beyond it not every integer is a float64, so the canonical form would not be one."""
 MAX_PEERS = 4096
 MAX_FRAGMENTS = 64
+LATER = (("round", "fragments"), ("round", "packing"), ("state", "layers"))
+"""Fields that need not stand in a manifest, nor are in its canonical form, where the model is one fragment."""
 MAX_LAYERS = 4096
 MAX_KEYS = 64
 MAX_TEXT = 4096
@@ -145,14 +147,13 @@ class _Section(BaseModel):
 class RoundSection(_Section):
     """[round]: how long a round is and who takes part."""
 
-    inner_steps: int = Field(
-        ge=1, le=10**6, description="inner steps between two outer steps (H); of one fragment, where there are several"
-    )
+    inner_steps: int = Field(ge=1, le=10**6, description="inner steps between two outer steps (H)")
     fragments: int = Field(
-        ge=1, le=MAX_FRAGMENTS, description="parts of the model that are averaged in turn, one every H / fragments "
-        "steps (P); 1: all of it at once"
+        default=1, ge=1, le=MAX_FRAGMENTS, description="parts of the model (P) that are averaged in turn, each every H "
+        "steps; 1: all of it at once"
     )  # fmt: skip
     packing: Literal["balanced", "strided"] = Field(
+        default="balanced",
         description='what goes into a fragment: "balanced", whole tensors, so that all are of a size; "strided", every '
         "P-th layer"
     )
@@ -285,7 +286,7 @@ class StateSection(_Section):
     parameters: int = Field(ge=1, le=2**40, description="elements of the flattened model")
     chunk: int = Field(ge=64, le=2**22, description="elements in a chunk, a power of two")
     layers: Layers = Field(
-        max_length=MAX_LAYERS, description="elements of the tensors of each layer, in flat order, by which fragments "
+        default=(), max_length=MAX_LAYERS, description="elements of the tensors of each layer, in flat order, by which fragments "
         "are cut; empty with one fragment"
     )  # fmt: skip
     theta0: str = Field(pattern=_DIGEST, description="digest of the initial state, hex")
@@ -420,10 +421,10 @@ class Manifest(_Section):
     def _check_fragments(self) -> None:
         rules, state = self.round, self.state
         if rules.fragments == 1:
-            if rules.packing != "balanced":
+            if rules.packing != "balanced" or state.layers:
+                what = "state.layers" if state.layers else f'round.packing = "{rules.packing}"'
                 raise ValueError(
-                    f'round.packing = "{rules.packing}" with round.fragments = 1 does nothing; use "balanced", or more '
-                    "fragments"
+                    f"{what} with round.fragments = 1 does nothing; leave it out, or set round.fragments to 2 or more"
                 )
             return
         if not state.layers:
@@ -520,10 +521,15 @@ class Manifest(_Section):
     # ------------------------------------------------------------------ identity
 
     def _signed_part(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"signature"})
+        signed = self.model_dump(exclude={"signature"})
+        if self.round.fragments == 1:
+            # They came later: a manifest that says nothing of them keeps its run id.
+            for section, key in LATER:
+                del signed[section][key]
+        return signed
 
     def canonical(self) -> bytes:
-        """The canonical form: RFC 8785 JSON of everything but the signature."""
+        """The canonical form: RFC 8785 JSON of everything but the signature (and :data:`LATER`)."""
         return canonical_json(self._signed_part())
 
     @cached_property

@@ -1094,7 +1094,7 @@ class Peer:
         assert self.island is not None
         if self._frozen:
             self._frozen = self._ahead_of_round = False
-            await self.island.resume(reload=False, spent=0.0, outer_step=self.head.outer_step, ahead=self._ahead())
+            await self.island.resume(reload=False, spent=0.0, outer_step=self.head.outer_step, ahead=self._may_step())
         elif self._ahead_of_round:
             self._ahead_of_round = False
             if self._rule.departs:
@@ -1104,7 +1104,7 @@ class Peer:
             else:
                 await self.island.resume(reload=False, spent=0.0, outer_step=self.head.outer_step)
 
-    def _ahead(self, tokens: int | None = None) -> int | None:
+    def _may_step(self, tokens: int | None = None) -> int | None:
         """How many inner steps an island that goes on may make: any number, but none while the run winds up and it
         still has something to hand over. tokens: those that its own counters hold."""
         if not self._winding_up:
@@ -1454,7 +1454,7 @@ class Peer:
                 now = Snapshot(counted.steps, counted.tokens, counted.units, counted.leased)
                 self._accounts.commit(body.fragment, spent, now, of)
                 self._frozen = False
-                ahead = self._ahead(left(now.tokens, spent, of.tokens if of is not None else None))
+                ahead = self._may_step(left(now.tokens, spent, of.tokens if of is not None else None))
                 await island.resume(
                     reload=bool(chunks), spent=spent, outer_step=body.outer_step, of=of, ahead=ahead
                 )  # fmt: skip

@@ -162,9 +162,9 @@ def test_it_trains_on_from_a_snapshot_and_is_moved_without_a_pause(monkeypatch: 
         # Without samples it stays where it is put.
         island.revoke()
         island.frozen[:] = shift
-        before = await island.move(runs, spent=0.5, outer_step=1, of=snapshot)
-        assert before.stopped > 0.1, "it has waited at its limit"
-        assert before.steps == snapshot.steps + 5
+        counted = await island.move(runs, spent=0.5, outer_step=1, of=snapshot)
+        assert counted.stopped > 0.1, "it has waited at its limit"
+        assert counted.steps == snapshot.steps + 5
         np.testing.assert_array_equal(island.local, moved(theta))
         assert island.progress().steps == snapshot.steps + 5 - round(snapshot.steps / 2)
 
@@ -189,7 +189,8 @@ def test_it_trains_on_from_a_snapshot_and_is_moved_without_a_pause(monkeypatch: 
                 await until(lambda: island.failed is not None)
             island.frozen[:] = shift
             island.revoke()
-            assert await island.move(runs, spent=1, outer_step=2, of=snapshot) == 0
+            counted = await island.move(runs, spent=1, outer_step=2, of=snapshot)
+            assert (counted.steps, counted.stopped) == (snapshot.steps + 4, 0)
             np.testing.assert_array_equal(island.local, moved(theta))
             await until(lambda: island.failed is None)
             island.lease([Span(0, 100_000)])
