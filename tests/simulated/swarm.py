@@ -87,6 +87,9 @@ class Life:
     """Of several fragments: sample units that each has handed over, or lost, of those that were ever used, in order."""
     entered: dict[str, int] = field(default_factory=dict)
     """By roster: units used until it was frozen for it."""
+    partial: int = 0
+    """Commits with a part of its contribution: what is left of each counter is rounded, and of a unit are ten tokens.
+    """
 
     @property
     def running(self) -> bool:
@@ -306,6 +309,7 @@ class Swarm:
         if self.manifest.round.merge == "overwrite" and "stopped" in fields:
             upto = life.island.count
         life.handed[fragment] += round((upto - life.handed[fragment]) * share)
+        life.partial += share < 1
 
     def _committed(self, name: str, fields: dict[str, Any]) -> None:
         commit_id = bytes.fromhex(fields["id"])
@@ -339,7 +343,8 @@ class Swarm:
         for member, what in zip(body.seal.members, brought, strict=True):
             if what is not None and not body.seal.leases and self.name_of(member.peer) not in self.ignored:
                 tokens = min(10 * what.count, self.manifest.round.weight_cap)
-                if member.weight not in (0, tokens):
+                rounded = 10 * self.life(self.name_of(member.peer)).partial
+                if member.weight and abs(member.weight - tokens) > rounded:
                     self.violations.append(f"round {body.round}: weight {member.weight} for {tokens} tokens")
         for index, (entry, mean) in enumerate(zip(body.chunks, means, strict=True)):
             inside = members_in(entry.contributors, len(body.seal.members))

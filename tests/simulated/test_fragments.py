@@ -128,7 +128,7 @@ def test_the_peak_of_the_traffic_falls_by_the_number_of_fragments(tau: int) -> N
 
         def count(name: str, event: str, fields: dict[str, Any], swarm: Swarm = swarm, sent: list[int] = sent) -> None:
             if name == "p0" and event == "commit":
-                sent.append(swarm.life("p0").peer.transport.bytes_sent)
+                sent.append(swarm.hosts["p0"].bytes_sent)
 
         swarm.hooks.append(count)
         for index in range(3):
