@@ -204,7 +204,7 @@ class _Exporter:
     def head(self, position: Position, params: NDArray[np.float32]) -> None:
         """A commit was applied; ``params`` are copied now, since the next one changes them in place."""
         manifest, step = self._session.manifest, position.head.outer_step
-        if step and (step % manifest.state.checkpoint_every == 0 or step >= manifest.budget.rounds):
+        if step and (step % manifest.state.checkpoint_every == 0 or step >= manifest.outer_steps):
             self._waiting[position.head.id.hex()] = (position, params.copy())
 
     def digest(self, commit: str, digest: str) -> None:
@@ -237,7 +237,7 @@ async def _observe(session: Session, options: ObserverOptions) -> None:
     evaluator = await aside(partial(_evaluator, session, options))
     started(session, "observer", options.device)
     session.event("ngrams", **await aside(evaluator.ngrams))
-    rounds = session.manifest.budget.rounds
+    rounds = session.manifest.outer_steps
     due: asyncio.Queue[tuple[Position, NDArray[np.float32]] | None] = asyncio.Queue()
 
     def head(position: Position, params: NDArray[np.float32]) -> None:

@@ -56,6 +56,10 @@ def new(
     inner_steps: Annotated[
         int | None, typer.Option("--inner-steps", "-H", help="Inner steps in a round.", show_default="50")
     ] = None,
+    fragments: Annotated[
+        int | None,
+        typer.Option(metavar="P", help="Parts of the model that are averaged in turn.", show_default="1"),
+    ] = None,
     overlap: Annotated[
         int | None,
         typer.Option(metavar="STEPS", help="Inner steps made while a round is in flight.", show_default="0"),
@@ -68,9 +72,9 @@ def new(
 ) -> int:
     """Write a new manifest, complete, with comments.
 
-    Edit it to taste, then sign it. After changing the model, delete parameters, chunk and theta0 in the state table;
-    after changing batch or inner_steps, delete weight_cap, first_lease and max_lease in the round table: signing
-    computes them again.
+    Edit it to taste, then sign it. After changing the model, delete parameters, chunk, layers and theta0 in the state
+    table; after changing fragments or packing, layers and theta0; after changing batch or inner_steps, weight_cap,
+    first_lease and max_lease in the round table: signing computes them again.
 
     Examples:
 
@@ -95,6 +99,7 @@ def new(
         seed=seed,
         inner_steps=inner_steps,
         overlap=overlap,
+        fragments=fragments,
         quorum=quorum,
         codec=codec.value,
         rounds=rounds,

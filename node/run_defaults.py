@@ -148,7 +148,7 @@ def _complete_state(section: dict[str, Any], model: ModelConfig, rules: Any) -> 
     section.setdefault("chunk", suggested_chunk(parameters))
     fragments, packing = (rules.get("fragments"), rules.get("packing")) if isinstance(rules, dict) else (1, "balanced")
     if fragments == 1:
-        section.setdefault("layers", [])
+        section.setdefault("layers", ())
     elif not section.get("layers"):
         section["layers"] = layer_sizes(model)
     chunk = section["chunk"]
@@ -183,7 +183,7 @@ def verify(manifest: Manifest) -> Tables:
     state, round_ = manifest.state, manifest.round
     if state.parameters != parameters:
         problems.append(f"state.parameters: the model has {parameters}, found {state.parameters}")
-    elif state.layers and [list(layer) for layer in state.layers] != layer_sizes(tables.model):
+    elif state.layers and state.layers != layer_sizes(tables.model):
         problems.append("state.layers: these are not the sizes of the model's tensors; delete the line and sign again")
     else:
         digest = initial_digest(tables.model, manifest.layout)

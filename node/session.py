@@ -149,7 +149,7 @@ def started(session: Session, name: str, device: str) -> None:
     """Log the ``start`` event."""
     session.event(
         "start", run=session.run_id.hex(), name=name, run_name=session.manifest.name, version=atoll.__version__,
-        pid=os.getpid(), addresses=session.transport.addresses(), device=device, rounds=session.manifest.budget.rounds,
+        pid=os.getpid(), addresses=session.transport.addresses(), device=device, rounds=session.manifest.outer_steps,
     )  # fmt: skip
 
 

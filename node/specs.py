@@ -37,13 +37,13 @@ def tensor_specs(config: ModelConfig) -> list[TensorSpec]:
     return specs
 
 
-def layer_sizes(config: ModelConfig) -> list[list[int]]:
+def layer_sizes(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
     """Elements of the tensors of each layer, in flat order. The embedding is one, the last norm and the head another."""
     sizes: dict[str, list[int]] = {}
     for spec in tensor_specs(config):
         layer = ".".join(spec.name.split(".")[:2]) if spec.name.startswith("layers.") else spec.name
         sizes.setdefault("head" if layer == "norm" else layer, []).append(spec.size)
-    return list(sizes.values())
+    return tuple(map(tuple, sizes.values()))
 
 
 EMBEDDING_STD = 0.02

@@ -372,7 +372,7 @@ class Manifest(_Section):
         },
         "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.6, "period": 1},
         "codec": {"name": "int8", "error_feedback": 1.0},
-        "state": {"checkpoint_every": 10, "layers": []},
+        "state": {"checkpoint_every": 10, "layers": ()},
         "budget": {"rounds": 60},
         "access": {"admit": "open", "peers": []},
     }

@@ -58,7 +58,9 @@ class Scenario(BaseModel):
     average: Literal["mean", "radial"] = "mean"
     """``radial``: the mean of norms times the mean direction, for each tensor but the embeddings (arXiv 2604.21428)."""
     fragments: int = Field(default=1, ge=1, le=64)
-    """Parts of the model that have rounds of their own, staggered over H steps (Streaming DiLoCo, arXiv 2501.18512)."""
+    """Parts of the model that have rounds of their own, staggered over H steps (Streaming DiLoCo, arXiv 2501.18512). An
+    experiment beside the manifest's ``round.fragments``: here rounds may be in flight for longer than it is from one to
+    the next."""
     rank: int = Field(default=0, ge=0, le=1024)
     """Rank of low-rank factors that matrices are sent as, packed by the manifest's codec; 0: whole."""
     rate: float = Field(default=1.0, gt=0, le=100)

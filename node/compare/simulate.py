@@ -24,7 +24,6 @@ from atoll.node.run_defaults import Tables
 from atoll.node.specs import tensor_specs
 from atoll.protocol.codecs import averages_codec, get_codec
 from atoll.protocol.codecs.base import MAX_MAGNITUDE, Codec
-from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.manifest import Manifest, RoundSection
 from atoll.protocol.outer import outer_step
 from atoll.protocol.overlap import Merge, Overlap, move
@@ -198,8 +197,12 @@ class Simulation:
                 self._end(fragment, self._freeze(fragment, now), flush=True)
 
     def _fragments(self) -> list[list[slice]]:
-        """The chunks of each fragment: runs of the flat vector, as even as chunks allow."""
-        layout = ChunkLayout(self.params.size, self.manifest.state.chunk)
+        """The chunks of each fragment: the manifest's or, in an experiment with rounds of several fragments in flight
+        at once, runs of the flat vector, as even as chunks allow."""
+        layout = self.manifest.layout
+        if layout.fragments > 1:
+            parts = [layout.fragment(number) for number in range(layout.fragments)]
+            return [[part.span(index) for index in range(part.count)] for part in parts]
         if self.scenario.rank:
             # matrices are sent whole
             return [[slice(0, self.params.size)]]

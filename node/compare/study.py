@@ -39,7 +39,7 @@ from blake3 import blake3
 
 from atoll.node.run_defaults import complete
 from atoll.protocol.errors import ConfigError, UsageError
-from atoll.protocol.manifest import Manifest
+from atoll.protocol.manifest import LATER, Manifest
 
 from .lowrank import largest_rank
 from .scenario import Scenario
@@ -54,6 +54,7 @@ DERIVED = (
     ("round", "max_lease"),
     ("state", "parameters"),
     ("state", "chunk"),
+    ("state", "layers"),
     ("state", "theta0"),
 )
 """Fields of a manifest that follow from others."""
@@ -223,6 +224,14 @@ def check_rows(rows: Iterable[Row]) -> None:
                 f"row {row.name!r}: fragments = {row.scenario.fragments} exceeds the model's {chunks} chunks; set it "
                 f"to at most {chunks}, or manifest.state.chunk lower"
             )
+        experiment = {"fragments": row.scenario.fragments > 1, "rank": row.scenario.rank > 0}
+        experiment["average"] = row.scenario.average != "mean"
+        if row.manifest.round.fragments > 1 and any(experiment.values()):
+            names = " and ".join(f"scenario.{name}" for name, set_ in experiment.items() if set_)
+            raise ConfigError(
+                f"row {row.name!r}: manifest.round.fragments = {row.manifest.round.fragments} does not go with {names}; "
+                "leave one of them out"
+            )
         if row.scenario.rank:
             from atoll.node.config import ModelConfig
             from atoll.node.specs import tensor_specs
@@ -296,6 +305,9 @@ class Job:
                 del manifest["round"][name]
         if manifest["round"]["max_group"] >= self.row.scenario.peers:
             del manifest["round"]["max_group"]
+        if manifest["round"]["fragments"] == 1:
+            for section, name in LATER:
+                del manifest[section][name]
         if manifest["outer"]["period"] == 1:
             del manifest["outer"]["period"]
         text = json.dumps([{**described, "manifest": manifest}, code], sort_keys=True)

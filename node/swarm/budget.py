@@ -44,18 +44,21 @@ class Plan:
         return self.start + self.rounds * self.per_round + self.finish
 
 
-def plan_rounds(costs: Costs, *, nodes: int, cores: int, inner_steps: int, seconds: float, spent: float = 0.0) -> Plan:
+def plan_rounds(
+    costs: Costs, *, nodes: int, cores: int, inner_steps: int, seconds: float, spent: float = 0.0, fragments: int = 1
+) -> Plan:
     """The largest number of rounds (at least 1) that ends within ``seconds``, of which ``spent`` have gone already.
 
-    nodes: node processes; one observer runs beside them. cores: that they share. inner_steps: H of the manifest.
+    nodes: node processes; one observer runs beside them. cores: that they share. inner_steps, fragments: H and P
+    of the manifest; a round of all fragments has P of the calls, and of the waits, that one of a whole model has.
     A round takes as long as its slowest chain (H steps one after another) or, with more nodes than cores, as all of
     its work divided by the cores.
     """
     if min(nodes, cores, inner_steps) < 1:
         raise ValueError("nodes, cores and inner_steps are at least 1")
     start = max(costs.node_start, costs.node_start * (nodes + 2) / cores)
-    chain = inner_steps * costs.step + costs.round_cpu
-    work = nodes * chain + costs.evaluation
-    per_round = max(chain, work / cores) + costs.round_wait
+    chain = inner_steps * costs.step + costs.round_cpu * fragments
+    work = nodes * chain + costs.evaluation * fragments
+    per_round = max(chain, work / cores) + costs.round_wait * fragments
     left = (seconds - spent - start - costs.finish) * SAFETY
     return Plan(max(1, int(left / per_round)), start, per_round, costs.finish)

@@ -118,13 +118,13 @@ def _run(run: _Run, manifest: Manifest) -> int:
     threads = max(1, run.cores // options.nodes)
     env = child_environment(threads)
     address = _start_bootstrap(run, env)
-    run.say(f"run {manifest.run_id.hex()[:12]}: {manifest.budget.rounds} rounds of {manifest.round.inner_steps} steps")
+    run.say(f"run {manifest.run_id.hex()[:12]}: {_rounds(manifest, manifest.budget.rounds)}")
     run.say(f"address: {address}")
     _start_nodes(run, env, address, threads)
     header = table.Header(
         title=f"atoll swarm · {manifest.name}",
         address=address,
-        rounds=manifest.budget.rounds,
+        rounds=manifest.outer_steps,
         started=run.started,
         deadline=run.started + plan.total,
         bars=run.bars,
@@ -212,6 +212,7 @@ def _plan(run: _Run, manifest: Manifest) -> tuple[Manifest, Plan]:
         nodes=options.nodes,
         cores=run.cores,
         inner_steps=manifest.round.inner_steps,
+        fragments=manifest.round.fragments,
         seconds=seconds,
         spent=run.elapsed(),
     )
@@ -344,7 +345,7 @@ def _watch(run: _Run, header: table.Header, manifest: Manifest, plan: Plan) -> b
                 observer = run.family.children["observer"]
                 if observer.code is not None or not run.ledger.commits or now - ended > LAST_EVALUATION:
                     return False
-            elif run.ledger.outer_step >= manifest.budget.rounds:
+            elif run.ledger.outer_step >= manifest.outer_steps:
                 full = full or now
                 if now - full > LEAVE_PATIENCE:
                     run.say(
@@ -359,6 +360,12 @@ def _short_path(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+
+
+def _rounds(manifest: Manifest, number: int) -> str:
+    rules = manifest.round
+    of = f" in {rules.fragments} fragments" if rules.fragments > 1 else ""
+    return f"{number} rounds of {rules.inner_steps} steps{of}"
 
 
 def _begun(header: table.Header, now: float) -> table.Header:
@@ -392,7 +399,8 @@ def _finish(run: _Run, manifest: Manifest, codes: dict[str, int | None], *, inte
     options, ledger = run.options, run.ledger
     files: dict[str, str] = {"manifest": "manifest.toml"}
     curve = ledger.curve()
-    title = f"{manifest.name}: {options.nodes} nodes, {ledger.outer_step} rounds of {manifest.round.inner_steps} steps"
+    done = ledger.outer_step // manifest.round.fragments
+    title = f"{manifest.name}: {options.nodes} nodes, {_rounds(manifest, done)}"
     if not hurry and draw(curve, run.bars, title, run.out / "loss.png"):
         files["plot"] = "loss.png"
     if not interrupted and ledger.commits:
@@ -409,7 +417,7 @@ def _finish(run: _Run, manifest: Manifest, codes: dict[str, int | None], *, inte
         seconds=run.elapsed(),
         exit_codes=codes,
         bars=run.bars,
-        planned_rounds=manifest.budget.rounds,
+        planned_rounds=manifest.outer_steps,
         files=files,
         interrupted=interrupted,
     )

@@ -6,6 +6,7 @@ and started again. Each test leaves the run as it found it, or with more nodes, 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,9 +14,10 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,7 @@ from . import leaks
 from .harness import (
     MODEL,
     SILENCE,
+    STEPS,
     Place,
     Process,
     Swarm,
@@ -447,9 +450,9 @@ def test_leaving_while_joining(swarm: Swarm, when: str, number: int) -> None:
 # ---------------------------------------------------------------------- the swarm command
 
 
-def swarm_command(here: Place, name: str) -> Process:
+def swarm_command(here: Place, name: str, **sections: Mapping[str, Any]) -> Process:
     """``atoll swarm`` of two nodes and an endless run."""
-    manifest = small_manifest(text_folder(here.folder / "text"), budget={"rounds": 100_000})
+    manifest = small_manifest(text_folder(here.folder / "text"), **{"budget": {"rounds": 100_000}, **sections})
     (here.folder / "swarm.toml").write_text(manifest.to_toml())
     return Process(
         here, name,
@@ -484,6 +487,28 @@ def test_ctrl_c_to_the_group_of_a_swarm(tmp_path: Path) -> None:
         assert list(here.temporary.iterdir()) == []
         assert (process.state / "report.json").exists()
         print(f"the swarm left after {took:.1f} s")
+
+
+def test_a_swarm_of_three_fragments(tmp_path: Path) -> None:
+    with place(tmp_path) as here:
+        process = swarm_command(
+            here, "fragments", round={"fragments": 3, "overlap": 10}, budget={"rounds": 3}, codec={"name": "float32"}
+        )
+        assert process.ended(120) == 0, swarm_story(process)
+        assert "3 rounds of 40 steps in 3 fragments" in process.out.read_text()
+        report = json.loads((process.state / "report.json").read_text())
+        assert report["rounds"] == report["planned_rounds"] == 3 * 3 + 2
+        assert report["digests_equal"]
+        events = [json.loads(line) for line in child_events(process, "node-0").splitlines()]
+        commits = [event for event in events if event["event"] == "commit" and event["outer_step"] > 0]
+        steps = {event["outer_step"]: event for event in commits if any(event["contributors"].values())}
+        assert [steps[step]["fragment"] for step in sorted(steps)] == [(step - 1) % 3 for step in sorted(steps)]
+        # A token goes through the rounds of all fragments, and counts once: those of 40 steps a round, and a few more.
+        trained = 2 * 3 * STEPS * 2 * int(MODEL["context"])
+        assert 0.8 * trained < commits[-1]["tokens"] < 1.25 * trained
+        assert any(event.get("stopped", 9) < 1 for event in commits)
+        checkpoint = process.state / report["files"]["checkpoint"]
+        assert checkpoint.stat().st_size > 1000
 
 
 def test_a_killed_swarm_takes_its_children_along(tmp_path: Path) -> None:

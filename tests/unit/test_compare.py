@@ -181,6 +181,15 @@ def test_a_study_is_read(manifest: Manifest, tmp_path: Path) -> None:
         ('[[row]]\nname = "a"\nscenario = {peers = 1}\n', "quorum"),
         ('[[row]]\nname = "a"\nscenario = {fragments = 60}\n', "at most 3"),
         ('[[row]]\nname = "a"\nscenario = {rank = 60}\n', "at most 7"),
+        ('[manifest.round]\nfragments = 3\n[[row]]\nname = "a"\nscenario = {rank = 1}\n', "go with scenario.rank"),
+        (
+            '[manifest.round]\nfragments = 3\n[[row]]\nname = "a"\nscenario = {fragments = 2, average = "radial"}\n',
+            "goes with neither",
+        ),
+        (
+            '[manifest.round]\nfragments = 3\n[[row]]\nname = "a"\nscenario = {fragments = 2}\n',
+            "go with scenario.fragments",
+        ),
         ('[[row]]\nname = "a"\n[row.sweep]\nlr = [1]\n', "table.key"),
         ('[[row]]\nname = "a"\n[row.sweep]\n"outer.speed" = [1]\n', "speed"),
         ('[[row]]\nname = "a"\nmargin = 0\n', "margin"),

@@ -83,6 +83,32 @@ def test_one_peer_at_rate_one_is_plain_training(
     assert np.abs(found - plain).max() < 1e-6
 
 
+@pytest.mark.parametrize("packing", ["balanced", "strided"])
+@pytest.mark.parametrize("overlap", [{}, {"overlap": 1}, {"overlap": 2, "merge": "eager"}], ids=str)
+def test_one_peer_with_the_manifest_s_fragments_is_plain_training(
+    text: str, plain: NDArray[np.float32], overlap: dict[str, Any], packing: str
+) -> None:
+    rules = {**overlap, "fragments": 3, "packing": packing}
+    found = final(manifest(text, **LONE, round=rules), Scenario(peers=1, void=0.4), seed=3)
+    assert np.abs(found - plain).max() < 1e-6
+
+
+def test_fragments_divide_the_peak_of_the_traffic(text: str) -> None:
+    """Bytes of one reduction, and of all: as many, and what winding up adds."""
+    peaks, totals, ticks = {}, {}, {}
+    for fragments in (1, 3):
+        result = simulate(manifest(text, round={"fragments": fragments}), Scenario(peers=2), 0, lambda *_: None)
+        transfers = unpack_transfers(result["transfers"])
+        peaks[fragments] = max(transfer.size for transfer in transfers)
+        totals[fragments], ticks[fragments] = result["bytes"], result["ticks"]
+    largest = max(manifest(text, round={"fragments": 3}).layout.fragment(f).parameters for f in range(3))
+    share = largest / manifest(text).state.parameters
+    assert peaks[3] / peaks[1] == pytest.approx(share, rel=0.01)
+    assert share < 0.42
+    assert 1 <= totals[3] / totals[1] < (ROUNDS + 1) / ROUNDS
+    assert ticks[3] == ticks[1]
+
+
 @pytest.mark.parametrize("overlap", [{"overlap": 2, "merge": "overwrite"}, {"overlap": 2, "merge": "mix"}], ids=str)
 def test_rules_that_lose_steps_differ(text: str, plain: NDArray[np.float32], overlap: dict[str, Any]) -> None:
     found = final(manifest(text, **LONE, round=overlap), Scenario(peers=1))
