@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import atoll
 from atoll.protocol.commits import Position
 from atoll.protocol.errors import AtollError
-from atoll.protocol.island import Island, Progress
+from atoll.protocol.island import Island
 from atoll.protocol.peer import Peer
 from atoll.protocol.shutdown import aside, ending, on_signals
 from atoll.protocol.theta0 import theta0

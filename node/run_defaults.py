@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,17 +147,18 @@ def _complete_state(section: dict[str, Any], model: ModelConfig, rules: Any) -> 
     parameters = count_parameters(model)
     section.setdefault("parameters", parameters)
     section.setdefault("chunk", suggested_chunk(parameters))
-    fragments, packing = (rules.get("fragments"), rules.get("packing")) if isinstance(rules, dict) else (1, "balanced")
-    if fragments == 1:
+    several = dict(rules) if isinstance(rules, Mapping) else {}
+    if several.get("fragments") == 1:
         section.setdefault("layers", ())
     elif not section.get("layers"):
         section["layers"] = layer_sizes(model)
     chunk = section["chunk"]
     if "theta0" not in section and isinstance(chunk, int) and chunk > 0:
-        try:
-            section["theta0"] = initial_digest(model, make_layout(parameters, chunk, section["layers"], fragments, packing))
-        except (ValueError, TypeError, KeyError):
-            section["theta0"] = "0" * 64  # the manifest will be refused for its fragments, which is what is to be said
+        layout = ChunkLayout(parameters, chunk)
+        # Where they do not fit, the manifest is refused for that, and not for the digest.
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            layout = make_layout(parameters, chunk, section["layers"], several["fragments"], several["packing"])
+        section["theta0"] = initial_digest(model, layout)
 
 
 def initial_digest(model: ModelConfig, layout: ChunkLayout) -> str:

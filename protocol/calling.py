@@ -66,7 +66,8 @@ def make_seal(
     calling: Calling, own: Member, *, coordinator: PeerId, manifest: Manifest, layout: ChunkLayout,
     unfit: Collection[PeerId] = (), leases: bool = False,
 ) -> Seal:  # fmt: skip
-    """The roster of those who entered for the fragment that is due, the own included, most uncommitted tokens first when there are too many.
+    """The roster of those who entered, the own included, for the fragment that is due: most uncommitted tokens first
+    when there are too many.
 
     unfit: members that get no part to reduce, since they failed at one on this base.
     """

@@ -149,13 +149,15 @@ class RoundSection(_Section):
 
     inner_steps: int = Field(ge=1, le=10**6, description="inner steps between two outer steps (H)")
     fragments: int = Field(
-        default=1, ge=1, le=MAX_FRAGMENTS, description="parts of the model (P) that are averaged in turn, each every H "
-        "steps; 1: all of it at once"
-    )  # fmt: skip
+        default=1,
+        ge=1,
+        le=MAX_FRAGMENTS,
+        description="parts of the model (P) that are averaged in turn, each every H steps; 1: all of it at once",
+    )
     packing: Literal["balanced", "strided"] = Field(
         default="balanced",
         description='what goes into a fragment: "balanced", whole tensors, so that all are of a size; "strided", every '
-        "P-th layer"
+        "P-th layer",
     )
     quorum: int = Field(ge=1, le=MAX_MEMBERS, description="peers that must be ready before a group is called")
     max_group: int = Field(ge=1, le=MAX_MEMBERS, description="largest averaging group")
@@ -286,9 +288,10 @@ class StateSection(_Section):
     parameters: int = Field(ge=1, le=2**40, description="elements of the flattened model")
     chunk: int = Field(ge=64, le=2**22, description="elements in a chunk, a power of two")
     layers: Layers = Field(
-        default=(), max_length=MAX_LAYERS, description="elements of the tensors of each layer, in flat order, by which fragments "
-        "are cut; empty with one fragment"
-    )  # fmt: skip
+        default=(),
+        max_length=MAX_LAYERS,
+        description="elements of the tensors of each layer, in flat order, by which fragments are cut; empty with one",
+    )
     theta0: str = Field(pattern=_DIGEST, description="digest of the initial state, hex")
     checkpoint_every: int = Field(ge=1, le=10**6, description="outer steps from one checkpoint to the next (K)")
 

@@ -1276,8 +1276,8 @@ class Peer:
         self._set_state("averaging")
         self._last_round = max(self._last_round, seal.round)
         self._events(
-            "seal", round=seal.round, fragment=seal.fragment, roster=roster_id.hex(), members=[m.peer for m in seal.members],
-            coordinator=seal.coordinator, deadline=seal.deadline,
+            "seal", round=seal.round, fragment=seal.fragment, roster=roster_id.hex(),
+            members=[m.peer for m in seal.members], coordinator=seal.coordinator, deadline=seal.deadline,
             bound=seal.deadline + 3 * self._silence,
             **({"stopped": snapshot.stopped} if self._ahead_of_round else {}),
         )  # fmt: skip
@@ -1481,8 +1481,8 @@ class Peer:
         body = commit.body
         shares = contributed(body.seal, body.chunks, self.layout)
         self._events(
-            "commit", round=body.round, fragment=body.fragment, outer_step=body.outer_step, height=body.height, id=commit_id.hex(),
-            parent=body.parent.hex(), members=names, contributors=dict(zip(names, shares, strict=True)),
+            "commit", round=body.round, fragment=body.fragment, outer_step=body.outer_step, height=body.height,
+            id=commit_id.hex(), parent=body.parent.hex(), members=names, contributors=dict(zip(names, shares, strict=True)),
             tokens=body.tokens, weight=body.weight, seconds=seconds, lone=len(names) == 1,
             votes=len(commit.votes), cursor=body.cursor, **more,
         )  # fmt: skip

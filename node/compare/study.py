@@ -227,10 +227,10 @@ def check_rows(rows: Iterable[Row]) -> None:
         experiment = {"fragments": row.scenario.fragments > 1, "rank": row.scenario.rank > 0}
         experiment["average"] = row.scenario.average != "mean"
         if row.manifest.round.fragments > 1 and any(experiment.values()):
-            names = " and ".join(f"scenario.{name}" for name, set_ in experiment.items() if set_)
+            others = " and ".join(f"scenario.{key}" for key, tried in experiment.items() if tried)
             raise ConfigError(
-                f"row {row.name!r}: manifest.round.fragments = {row.manifest.round.fragments} does not go with {names}; "
-                "leave one of them out"
+                f"row {row.name!r}: manifest.round.fragments = {row.manifest.round.fragments} does not go with "
+                f"{others}; leave one of them out"
             )
         if row.scenario.rank:
             from atoll.node.config import ModelConfig

@@ -495,7 +495,7 @@ def test_a_swarm_of_three_fragments(tmp_path: Path) -> None:
             here, "fragments", round={"fragments": 3, "overlap": 10}, budget={"rounds": 3}, codec={"name": "float32"}
         )
         assert process.ended(120) == 0, swarm_story(process)
-        assert "3 rounds of 40 steps in 3 fragments" in process.out.read_text()
+        assert f"3 rounds of {STEPS} steps in 3 fragments" in process.out.read_text()
         report = json.loads((process.state / "report.json").read_text())
         assert report["rounds"] == report["planned_rounds"] == 3 * 3 + 2
         assert report["digests_equal"]
@@ -503,7 +503,7 @@ def test_a_swarm_of_three_fragments(tmp_path: Path) -> None:
         commits = [event for event in events if event["event"] == "commit" and event["outer_step"] > 0]
         steps = {event["outer_step"]: event for event in commits if any(event["contributors"].values())}
         assert [steps[step]["fragment"] for step in sorted(steps)] == [(step - 1) % 3 for step in sorted(steps)]
-        # A token goes through the rounds of all fragments, and counts once: those of 40 steps a round, and a few more.
+        # A token goes through the rounds of all fragments, and counts once.
         trained = 2 * 3 * STEPS * 2 * int(MODEL["context"])
         assert 0.8 * trained < commits[-1]["tokens"] < 1.25 * trained
         assert any(event.get("stopped", 9) < 1 for event in commits)

@@ -1,4 +1,4 @@
-"""Several fragments, each with rounds of its own, on the simulated network: exact, in turn, and a share of the traffic."""
+"""Several fragments with rounds of their own, on the simulated network: exact, in turn, and a share of the traffic."""
 
 from __future__ import annotations
 

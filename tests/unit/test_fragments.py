@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from atoll.protocol.errors import ManifestError
 from atoll.protocol.fragments import Accounts, early, make_layout, pack
 from atoll.protocol.island import Progress, Snapshot
-from atoll.protocol.layout import Chunks, ChunkLayout, FragmentedLayout
+from atoll.protocol.layout import ChunkLayout, Chunks, FragmentedLayout
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.overlap import left
 from atoll.protocol.state import GlobalState
