@@ -38,7 +38,7 @@ def tensor_specs(config: ModelConfig) -> list[TensorSpec]:
 
 
 def layer_sizes(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """Elements of the tensors of each layer, in flat order. The embedding is one, the last norm with the head another."""
+    """Elements of the tensors of each layer, in flat order. The embedding is a layer, and norm with head."""
     sizes: dict[str, list[int]] = {}
     for spec in tensor_specs(config):
         layer = ".".join(spec.name.split(".")[:2]) if spec.name.startswith("layers.") else spec.name

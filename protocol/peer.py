@@ -1482,7 +1482,8 @@ class Peer:
         shares = contributed(body.seal, body.chunks, self.layout)
         self._events(
             "commit", round=body.round, fragment=body.fragment, outer_step=body.outer_step, height=body.height,
-            id=commit_id.hex(), parent=body.parent.hex(), members=names, contributors=dict(zip(names, shares, strict=True)),
+            id=commit_id.hex(), parent=body.parent.hex(), members=names,
+            contributors=dict(zip(names, shares, strict=True)),
             tokens=body.tokens, weight=body.weight, seconds=seconds, lone=len(names) == 1,
             votes=len(commit.votes), cursor=body.cursor, **more,
         )  # fmt: skip
