@@ -71,8 +71,8 @@ class Watched(TrainerProcess):
                 drawn, begun = counters.drawn, counters.begun
             await asyncio.sleep(POLL)
 
-    async def snapshot(self, ahead: int) -> Snapshot:
-        snapshot = await super().snapshot(ahead)
+    async def snapshot(self, ahead: int, parts: Sequence[slice]) -> Snapshot:
+        snapshot = await super().snapshot(ahead, parts)
         self.departed.append(time.monotonic())
         self.froze.append(snapshot.stopped)
         return snapshot
@@ -114,10 +114,10 @@ class Idle(Island):
     ) -> None:
         self._used = 0 if spent else self._used
 
-    async def snapshot(self, ahead: int) -> Snapshot:
+    async def snapshot(self, ahead: int, parts: Sequence[slice]) -> Snapshot:
         raise NotImplementedError("it has no second memory, so it is never asked")
 
-    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> float:
+    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> Snapshot:
         raise NotImplementedError("it has no second memory, so it is never asked")
 
     async def close(self) -> None:

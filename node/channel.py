@@ -48,6 +48,8 @@ class Freeze(msgspec.Struct, tag="freeze", frozen=True):
     """Counts what is asked for; the answer repeats it."""
     ahead: int | None = None
     """Instead: copy θ into the shared memory's ``frozen`` and train on, for at most so many steps."""
+    parts: list[tuple[int, int]] | None = None
+    """Start and stop of what is to be copied; None: all of it."""
 
 
 class Move(msgspec.Struct, tag="move", frozen=True):

@@ -74,9 +74,10 @@ class Learner:
         if self.flat is not self.host:
             self.host.copy_(self.flat)
 
-    def snapshot(self, out: torch.Tensor) -> None:
-        """Copy the parameters to ``out``, float32 in the host's memory, as long as they are."""
-        out.copy_(self.flat)
+    def snapshot(self, out: torch.Tensor, start: int, stop: int) -> None:
+        """Copy the parameters ``start`` … ``stop`` to their place in ``out``, float32 in the host's memory, as long as
+        all of them are."""
+        out[start:stop].copy_(self.flat[start:stop])
 
     def move(self, shift: torch.Tensor, start: int, stop: int, keep: float) -> None:
         """θ ← keep·θ + shift for the parameters ``start`` … ``stop``; ``shift``: all of them, in the host's memory."""

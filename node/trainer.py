@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from atoll.protocol import errors
@@ -240,12 +240,14 @@ class TrainerProcess(Island):
         self._base = self._counters()
         return self._snapshot(answer, 0.0)
 
-    async def snapshot(self, ahead: int) -> Snapshot:
+    async def snapshot(self, ahead: int, parts: Sequence[slice]) -> Snapshot:
         if self.frozen is None:
             raise ValueError("this trainer was started without room for snapshots")
         self._training = False
         self._until = None
-        answer = await self._ask(Freeze(self._number(), ahead))
+        # What lies in a device's memory is copied whole, for ``local`` to be what the counters tell of.
+        only = [(part.start, part.stop) for part in parts] if self._shares else None
+        answer = await self._ask(Freeze(self._number(), ahead, only))
         assert isinstance(answer, Frozen)
         self._training = True
         self._until = answer.steps + ahead

@@ -174,7 +174,8 @@ class Worker:
             self.learner.store()
         else:
             assert self.frozen is not None
-            self.learner.snapshot(self.frozen)
+            for start, stop in message.parts or [(0, len(self.frozen))]:
+                self.learner.snapshot(self.frozen, start, stop)
             self.go_on(counters.steps + message.ahead)
             self.stopped = 0.0
         took = time.monotonic() - began

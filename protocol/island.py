@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -104,9 +105,10 @@ class Island(ABC):
         """
 
     @abstractmethod
-    async def snapshot(self, ahead: int) -> Snapshot:
+    async def snapshot(self, ahead: int, parts: Sequence[slice]) -> Snapshot:
         """Finish the current inner step, copy θ into ``frozen``, and train on, for at most ``ahead`` inner steps.
 
+        parts: what of θ is to be copied at least, the elements of a fragment.
         The limit holds until :meth:`resume`, :meth:`move` or :meth:`freeze`. Bounded, and raises as :meth:`freeze`
         does; the island is then frozen.
         """

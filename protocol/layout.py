@@ -35,6 +35,10 @@ class ChunkLayout:
         span = self.span(i)
         return int(span.stop - span.start)
 
+    def stretches(self) -> tuple[slice, ...]:
+        """The elements of all chunks, as few slices in order as there can be."""
+        return (slice(0, self.parameters),)
+
     # --- fragments
 
     @property
@@ -82,6 +86,15 @@ class Chunks(ChunkLayout):
         if not 0 <= i < len(self.spans):
             raise IndexError(f"chunk {i} of {len(self.spans)}")
         return slice(*self.spans[i])
+
+    def stretches(self) -> tuple[slice, ...]:
+        found: list[slice] = []
+        for start, stop in self.spans:
+            if found and found[-1].stop == start:
+                found[-1] = slice(found[-1].start, stop)
+            else:
+                found.append(slice(start, stop))
+        return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -1055,11 +1055,12 @@ class Peer:
         self._frozen = True
         if self._rule.departs:
             snapshot = await island.freeze()
-            await self.transport.offload(np.copyto, island.frozen, island.local)
+            for part in self.layout.fragment(self.fragment).stretches():
+                await self.transport.offload(np.copyto, island.frozen[part], island.local[part])
             await self.transport.offload(self.replica.start, self._rule, island.frozen, island.local, self.fragment)
             await island.resume(reload=True, spent=0.0, outer_step=self.head.outer_step, ahead=ahead)
         else:
-            snapshot = await island.snapshot(ahead)
+            snapshot = await island.snapshot(ahead, self.layout.fragment(self.fragment).stretches())
         self._frozen, self._ahead_of_round = False, True
         return snapshot
 

@@ -149,11 +149,12 @@ def test_it_trains_on_from_a_snapshot_and_is_moved_without_a_pause(monkeypatch: 
         def moved(theta: np.ndarray) -> np.ndarray:
             return np.concatenate([theta[:half] + shift[:half], shift[half:]])
 
+        whole = [slice(0, half), slice(half, n)]
         runs = [Run(0, half, 1.0), Run(half, n, 0.0)]
         island.lease([Span(0, 100_000)])
         await island.resume(reload=True, spent=1, outer_step=0)
         await until(lambda: island.progress().steps > 10)
-        snapshot = await island.snapshot(5)
+        snapshot = await island.snapshot(5, whole)
         assert 0 < snapshot.stopped < 1
         theta = await at_limit(island, snapshot.steps + 5)
         assert not np.array_equal(island.frozen, theta)
@@ -170,11 +171,14 @@ def test_it_trains_on_from_a_snapshot_and_is_moved_without_a_pause(monkeypatch: 
 
         # A limit is lifted when the round comes to nothing; a pause at a limit survives the child.
         island.lease([Span(0, 100_000)])
-        before = (await island.snapshot(3)).steps
+        island.frozen[:] = 7
+        before = (await island.snapshot(3, whole[1:])).steps
+        assert (island.frozen[:half] == 7).all(), "of a fragment, no more than that is copied"
+        assert (island.frozen[half:] != 7).all()
         await at_limit(island, before + 3)
         await island.resume(reload=False, spent=0, outer_step=1)
         await until(lambda: island.progress().steps > before + 10)
-        snapshot = await island.snapshot(4)
+        snapshot = await island.snapshot(4, whole)
         theta = await at_limit(island, snapshot.steps + 4)
         os.kill(island.pid or 0, signal.SIGKILL)
         await until(lambda: island.failed is not None)
@@ -194,7 +198,7 @@ def test_it_trains_on_from_a_snapshot_and_is_moved_without_a_pause(monkeypatch: 
             np.testing.assert_array_equal(island.local, moved(theta))
             await until(lambda: island.failed is None)
             island.lease([Span(0, 100_000)])
-            snapshot = await island.snapshot(4)
+            snapshot = await island.snapshot(4, whole)
             theta = await at_limit(island, snapshot.steps + 4)
 
         # If it has begun, nobody knows what it has left.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -170,12 +171,14 @@ class SimulatedIsland(Island):
             await asyncio.sleep(self.freeze_time)
         return self._snapshot()
 
-    async def snapshot(self, ahead: int) -> Snapshot:
+    async def snapshot(self, ahead: int, parts: Sequence[slice]) -> Snapshot:
         assert self.frozen is not None
         assert not self.paused
         self._advance()
         self._fail()
-        self.frozen[:] = self.local
+        self.frozen.fill(np.nan)  # of no use to anyone but the fragment
+        for part in parts:
+            self.frozen[part] = self.local[part]
         self._limit(self._steps + ahead)
         return self._snapshot()
 

@@ -69,9 +69,17 @@ def test_chunks_lie_in_one_piece_and_in_one_fragment(
             places.append(place)
         assert places[-part.count :] == sorted(places[-part.count :])
     assert sorted(places) == list(range(layout.count))
+    for fragment in range(layout.fragments):
+        mine = owners(layout) == fragment
+        marked = np.zeros(layout.parameters, bool)
+        stretches = layout.fragment(fragment).stretches()
+        for part in stretches:
+            marked[part] = True
+        assert (marked == mine).all()
+        assert len(stretches) == int((mine & ~np.roll(mine, 1)).sum()) + (mine.all() or (mine[0] and mine[-1]))
     # No more chunks than whole ones, and one more for each stretch of one fragment.
-    stretches = 1 + int((np.diff(owners(layout)) != 0).sum())
-    assert layout.count <= layout.parameters // chunk + stretches
+    runs = 1 + int((np.diff(owners(layout)) != 0).sum())
+    assert layout.count <= layout.parameters // chunk + runs
 
 
 @given(LAYERS, st.integers(1, 12))
