@@ -35,6 +35,9 @@ class SimulatedIsland(Island):
     the run has a loss (the distance to the target) that falls.
     """
 
+    pull = 0.01
+    """With 0 a step does not depend on θ."""
+
     def __init__(
         self, parameters: int, *, step_time: float = 0.1, batch: int = 4, tokens_per_unit: int = 10,
         target: np.ndarray | None = None, freeze_time: float = 0.0, overlap: bool = False,
@@ -109,7 +112,7 @@ class SimulatedIsland(Island):
                 break
             self.in_flight += self._until is not None
             first = self._take(self.batch)
-            self.local += np.float32(0.01) * (self.target - self.local)
+            self.local += np.float32(self.pull) * (self.target - self.local)
             self.local += noise(first, len(self.local))
             self._steps += 1
             self._since += self.step_time

@@ -5,14 +5,18 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from atoll.protocol.errors import RoundVoid
+from atoll.protocol.commits import check_body, check_seal
+from atoll.protocol.control import Call
+from atoll.protocol.errors import PeerMisbehaved, RoundVoid
 from atoll.protocol.messages import Commit, hash_of
 from atoll.protocol.round import Round
 
 from .faults import Chaos
+from .island import SimulatedIsland
 from .swarm import Swarm, manifest, start_params
 from .test_overlap import ALL, PLAIN, island_of, trained
 from .test_swarm import build, run
@@ -27,13 +31,19 @@ def three(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("packing", ["balanced", "strided"])
-@pytest.mark.parametrize(("merge", "tau"), [("carry", 0), ("carry", 3), ("carry", 7), ("eager", 3), ("eager", 7)])
+@pytest.mark.parametrize(
+    ("merge", "tau"),
+    [("carry", 0), ("carry", 3), ("carry", 7), ("eager", 3), ("eager", 7), ("delay", 3), ("delay", 7)],
+)
 @pytest.mark.parametrize("aborted", [0.0, 0.4])
 def test_one_trainer_with_a_plain_outer_step_equals_local_training(
     monkeypatch: pytest.MonkeyPatch, merge: str, tau: int, aborted: float, packing: str
 ) -> None:
     """Outer lr 1, μ 0, float32, beside a peer that brings nothing, so that rounds take time; some rounds come to
-    nothing after all is averaged. Once the run has wound up, the global parameters are those of plain training."""
+    nothing after all is averaged. Once the run has wound up, the global parameters are those of plain training. (The
+    delay trains from another point, so for it the steps must not depend on that.)"""
+    if merge == "delay":
+        monkeypatch.setattr(SimulatedIsland, "pull", 0.0)
     rules = {"quorum": 1, "overlap": tau, "merge": merge, "packing": packing, "silence": 1.0}
     sections = three(round=rules, budget={"rounds": 4}, **PLAIN)
     swarm = Swarm(manifest(**sections), latency=0.1, steps={"p1": 3000.0})
@@ -205,6 +215,38 @@ def test_whoever_joins_takes_part_in_every_fragment() -> None:
     run(swarm, names=["p0", "p1", "p2"])
     found = {f["fragment"] for _, _, f in swarm.named("commit") if f["contributors"].get("sim-late", 0) > 0}
     assert found == {0, 1, 2}
+
+
+def test_what_is_of_another_fragment_than_the_one_in_turn_is_refused() -> None:
+    """A call, a seal, a body: numbers beyond the last fragment included."""
+    swarm = build(2, **three(budget={"rounds": 3}))
+    sent: list[int] = []
+
+    def lie(name: str, event: str, fields: dict[str, Any]) -> None:
+        if (name, event) == ("p0", "seal") and fields["round"] in (3, 4):
+            peer = swarm.life("p0").peer
+            fragment = (peer.fragment + 1) % 3 if fields["round"] == 3 else 2**62  # each ends the stream
+            sent.append(fragment)
+            call = Call(bytes(16), peer.head.round + 1, fragment, peer.head, False)
+            peer.messenger.post(swarm.hosts["p1"].peer_id, call)
+
+    swarm.hooks.append(lie)
+    run(swarm)
+    refused = [f["reason"] for _, name, f in swarm.named("refused") if name == "p1" and "a call for" in f["reason"]]
+    assert [int(reason.split()[4]) for reason in refused] == sent
+    assert len(sent) == 2
+
+    rules, layout = swarm.manifest, swarm.layout
+    commits = swarm.chain(swarm.best_head().id)
+    body = next(commit.body for commit in commits if commit.body.chunks)
+    for fragment in (body.fragment + 1, 3, 2**62):
+        wrong = msgspec.structs.replace(body.seal, fragment=fragment)
+        with pytest.raises(PeerMisbehaved, match=f"fragment {fragment} where {body.fragment} is due"):
+            check_seal(wrong, rules, layout)
+        with pytest.raises(PeerMisbehaved, match="is due"):
+            check_body(msgspec.structs.replace(body, fragment=fragment, seal=wrong), rules, layout)
+        with pytest.raises(PeerMisbehaved, match="does not fit its roster"):
+            check_body(msgspec.structs.replace(body, fragment=fragment), rules, layout)
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])

@@ -27,7 +27,7 @@ def trained(island: SimulatedIsland) -> np.ndarray:
     theta = start_params().astype(np.float64)
     used = [unit for span in island.used for unit in span]
     for unit in used[:: island.batch]:
-        theta += 0.01 * (island.target - theta)
+        theta += island.pull * (island.target - theta)
         theta += noise(unit, len(theta))
     return theta
 
