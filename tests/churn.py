@@ -80,6 +80,7 @@ def draw(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         "silence": args.silence, "latency": args.latency, "inner_steps": args.inner_steps, "step_time": args.step_time,
         "uneven": 1.0, "grace": 0.25, "jitter": 0.0, "hidden": 0, "bandwidth": args.bandwidth, "every": args.every,
         "back": args.back, "codec": "int8", "overlap": args.overlap, "merge": args.merge,
+        "fragments": args.fragments,
     }  # fmt: skip
     length = args.inner_steps * args.step_time
     if args.vary:
@@ -108,9 +109,13 @@ def build(settings: dict[str, Any], max_group: int, seed: int) -> Swarm:
         "inner_steps": steps, "quorum": min(settings["quorum"], peers), "max_group": max_group,
         "silence": settings["silence"], "first_lease": 8 * steps, "max_lease": 32 * steps, "weight_cap": 10**6,
         "grace": settings["grace"], "overlap": settings["overlap"], "merge": settings["merge"],
+        "fragments": settings["fragments"],
     }  # fmt: skip
+    count = settings["fragments"]
+    tensors = [[PARAMETERS * (i + 1) // count - PARAMETERS * i // count] for i in range(count)]
+    state = {"chunk": CHUNK, **({"layers": tensors} if count > 1 else {})}
     run = manifest(
-        parameters=PARAMETERS, round=rules, state={"chunk": CHUNK}, codec={"name": settings["codec"]},
+        parameters=PARAMETERS, round=rules, state=state, codec={"name": settings["codec"]},
         budget={"rounds": 10**6},
     )  # fmt: skip
     swarm = Swarm(
@@ -148,10 +153,7 @@ def simulate(args: argparse.Namespace, seed: int) -> Result:
         await accounts.watch(seconds)
         islands = [life.island for lives in swarm.lives.values() for life in lives if life.island is not None]
         used = sum(len(span) for island in islands for span in island.used)
-        pending = sum(
-            len(span) for lives in swarm.lives.values() if lives[-1].ended is None and lives[-1].island is not None
-            for span in lives[-1].island.pending
-        )  # fmt: skip
+        pending = round(sum(swarm.pending(lives[-1]) for lives in swarm.lives.values() if lives[-1].ended is None))
         if chaos is not None:
             chaos.stop()
         await asyncio.sleep(quiet)
@@ -185,10 +187,11 @@ def conclude(result: Result, accounts: Accounts, seconds: float, used: int, pend
     share = training / max(used, 1)  # of the time, for each unit trained on
     result.goodput = round(units * share, 4)
     forks = accounts.forks()
-    forked = min(
-        result.lost_units,
-        sum(len(piece) for fork in forks for commit in fork for _, units in swarm.brought(commit) for piece in units),
-    )
+    left = sum(
+        len(piece) * swarm.share(commit.body)
+        for fork in forks for commit in fork for _, units in swarm.brought(commit) for piece in units
+    )  # fmt: skip
+    forked = min(result.lost_units, round(left))
     dropped = min(accounts.dropped, result.lost_units - forked)
     result.loss = {kind: states[kind] / looks for kind in ("down", "joining", "leaseless", "entering", "averaging")}
     result.loss |= {
@@ -259,6 +262,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--overlap", type=int, default=0, help="inner steps made while a round is in flight; with --vary up to so many"
     )
     parser.add_argument("--merge", choices=[str(rule) for rule in Merge], default="carry", help="what becomes of them")
+    parser.add_argument("--fragments", type=int, default=1, help="that the model is cut into")
     parser.add_argument("--step-time", type=float, default=1.0, help="virtual seconds of an inner step")
     parser.add_argument("--quorum", type=int, default=2)
     parser.add_argument("--max-group", type=int, default=64)

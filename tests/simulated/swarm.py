@@ -421,6 +421,16 @@ class Swarm:
                 found.append((self.name_of(member.peer), what.units))
         return found
 
+    def pending(self, life: Life) -> float:
+        """Units that a peer has trained on and not handed over; of several fragments, each in its share of the model."""
+        if life.island is None:
+            return 0.0
+        if self.layout.fragments == 1:
+            return sum(map(len, life.island.pending))
+        sizes = [self.layout.fragment(fragment).parameters for fragment in range(self.layout.fragments)]
+        left = [life.island.count - handed for handed in life.handed]
+        return sum(size * units for size, units in zip(sizes, left, strict=True)) / self.layout.parameters
+
     def heads(self) -> dict[str, str]:
         """Head ids of the peers that are up."""
         return {name: lives[-1].peer.head.id.hex() for name, lives in self.lives.items() if lives[-1].error is None}
