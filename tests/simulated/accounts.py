@@ -94,8 +94,7 @@ class Accounts:
             ):
                 brought = self.swarm.contributions.get((self.swarm.name_of(member.peer), roster))
                 if brought is not None:
-                    layout = self.swarm.layout
-                    total += share * brought.count * layout.fragment(body.fragment).parameters / layout.parameters
+                    total += share * brought.count * self.swarm.share(body)
         return round(total)
 
     def gaps(self, end: float) -> list[tuple[float, float, float]]:

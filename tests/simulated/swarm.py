@@ -14,7 +14,7 @@ from atoll.protocol.disk import MemoryDisk
 from atoll.protocol.fragments import make_layout
 from atoll.protocol.identity import FastSigner, Signer
 from atoll.protocol.manifest import Manifest
-from atoll.protocol.messages import GENESIS, NO_DIGEST, Commit, Head, better, hash_of
+from atoll.protocol.messages import GENESIS, NO_DIGEST, Body, Commit, Head, better, hash_of
 from atoll.protocol.peer import Peer
 from atoll.protocol.simloop import DEAD
 from atoll.protocol.simulation import SimHost, SimNetwork, SimTransport
@@ -421,8 +421,12 @@ class Swarm:
                 found.append((self.name_of(member.peer), what.units))
         return found
 
+    def share(self, body: Body) -> float:
+        """The share of the model that a commit's fragment is."""
+        return self.layout.fragment(body.fragment).parameters / self.layout.parameters
+
     def pending(self, life: Life) -> float:
-        """Units that a peer has trained on and not handed over; of several fragments, each in its share of the model."""
+        """Units that a peer has trained on and not handed over, of fragments each in its share of the model."""
         if life.island is None:
             return 0.0
         if self.layout.fragments == 1:
