@@ -9,7 +9,8 @@ the machine changes least. ``peer CPU s`` is what the peer and its p2p daemon us
 included. ``copy`` is one copy of the parameters between the same two memories, measured after the run; ``freeze`` and
 ``move`` are how long training stood still in a round, at the contribution and at the commit.
 
-First on loopback, where a round is as dense as it can be, then behind links of so many Mbit/s (needs root).
+With ``--fragments`` the model is averaged in so many parts, in turn; ``peak MB`` is what a peer sends in the largest
+round. First on loopback, where a round is as dense as it can be, then behind links of so many Mbit/s (needs root).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,8 @@ from ._network import Network, Unavailable, enter
 
 BATCH, CONTEXT = 1, 64
 COLUMNS = [
-    ("mbit", "Mbit/s", ".0f"), ("millions", "M params", ".1f"), ("codec", "codec", "s"), ("rounds", "rounds", "d"),
+    ("mbit", "Mbit/s", ".0f"), ("millions", "M params", ".1f"), ("codec", "codec", "s"),
+    ("fragments", "fragments", "d"), ("rounds", "rounds", "d"), ("peak_mb", "peak MB", ".2f"),
     ("flight", "in flight s", ".2f"), ("inside", "steps in", "d"), ("outside", "steps out", "d"),
     ("step_ms", "step ms", ".1f"), ("ratio", "in/out, median", ".3f"), ("mean_ratio", "mean", ".3f"),
     ("cpu_ratio", "CPU", ".3f"), ("peer_cpu", "peer CPU s", ".2f"),
@@ -158,7 +161,8 @@ async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> 
     steps = options["steps"]
     manifest = new_manifest(
         "overlap", preset="10m", model={"context": CONTEXT}, batch=BATCH, optimizer="adamw", inner_steps=steps,
-        overlap=options["overlap"], codec=options["codec"], rounds=options["rounds"], quorum=2,
+        overlap=options["overlap"], fragments=options["fragments"], codec=options["codec"],
+        rounds=options["rounds"], quorum=2,
         state={"checkpoint_every": 1000},
     )  # fmt: skip
     kernels.warm_up()
@@ -166,6 +170,7 @@ async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> 
     layout = manifest.layout
     flights: list[float] = []
     spent: list[float] = []
+    sent: list[int] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         signer = load_or_create_identity(folder / "key")
@@ -182,6 +187,7 @@ async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> 
             trainer = await Watched.start(
                 model, DataConfig.from_table(manifest.data), InnerConfig.from_table(manifest.inner), steps,
                 options["rounds"], device="cpu", threads=1, overlap=True,
+                fragments=options["fragments"],
             )  # fmt: skip
             assert isinstance(trainer, Watched)
             island = trainer
@@ -191,6 +197,7 @@ async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> 
         def events(event: str, /, **fields: Any) -> None:
             if event == "digest":
                 flights.append(time.monotonic())
+                sent.append(transport.bytes_sent)
                 spent.append(cpu(os.getpid()) + cpu(transport.daemon_pid or os.getpid()))
             elif event == "warning" or (event == "void" and fields["roster"]):
                 print(f"peer {index}: {event} {fields}", file=sys.stderr, flush=True)
@@ -211,6 +218,7 @@ async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> 
             answer = judge(island, flights) | {
                 "params": layout.parameters,
                 "copy_ms": 1000 * copying(island),
+                "peak_mb": max(b - a for a, b in pairwise(sent[2:])) / 1e6,
                 "peer_cpu": (spent[-1] - spent[2]) / (len(spent) - 3),
             }
         await island.close()
@@ -265,14 +273,15 @@ def measure(mbit: float, options: argparse.Namespace) -> Row:
         network = stack.enter_context(Network(2, mbit, 0.0)) if mbit else None
         setup: dict[str, Any] = {
             "steps": options.steps, "overlap": options.overlap, "rounds": options.rounds, "codec": options.codec,
-            "hosts": network.addresses if network else ["127.0.0.1"] * 2, "seeds": [],
+            "fragments": options.fragments, "hosts": network.addresses if network else ["127.0.0.1"] * 2, "seeds": [],
             "namespaces": network.names if network else [],
         }  # fmt: skip
         crew = stack.enter_context(Crew(peer_main, 2, setup))
         greetings = crew.greetings()
         patience = 600.0
         answers = crew.ask("run", each=[greetings[1], greetings[0]], patience=patience)
-    return answers[0] | {"mbit": mbit or None, "millions": answers[0]["params"] / 1e6, "codec": options.codec}
+    told = {"mbit": mbit or None, "codec": options.codec, "fragments": options.fragments}
+    return answers[0] | told | {"millions": answers[0]["params"] / 1e6}
 
 
 def main() -> int:
@@ -280,7 +289,8 @@ def main() -> int:
     parser.add_argument("--mbit", type=float, nargs="*", default=[0, 50], help="0: loopback")
     parser.add_argument("--steps", type=int, default=16, help="inner steps in a round (H)")
     parser.add_argument("--overlap", type=int, default=12, help="inner steps that may run ahead (τ)")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=12, help="of each fragment")
+    parser.add_argument("--fragments", type=int, default=1, help="parts of the model that are averaged in turn (P)")
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--json", type=Path, help="write the rows there")
     options = parser.parse_args()

@@ -237,12 +237,12 @@ async def _observe(session: Session, options: ObserverOptions) -> None:
     evaluator = await aside(partial(_evaluator, session, options))
     started(session, "observer", options.device)
     session.event("ngrams", **await aside(evaluator.ngrams))
-    rounds = session.manifest.outer_steps
+    rounds, every = session.manifest.outer_steps, options.every * session.manifest.round.fragments
     due: asyncio.Queue[tuple[Position, NDArray[np.float32]] | None] = asyncio.Queue()
 
     def head(position: Position, params: NDArray[np.float32]) -> None:
         step = position.head.outer_step
-        if step % options.every == 0 or step >= rounds:
+        if step % every == 0 or step >= rounds:
             # Evaluation lags behind a fast swarm; what is queued is bounded by dropping the oldest.
             while due.qsize() > 2:
                 due.get_nowait()

@@ -69,5 +69,5 @@ class ObserverOptions:
     seed: int | None = None
     timeout: float = 60.0
     every: int = 1
-    """Evaluate every so many commits; the last one always."""
+    """Evaluate every so many commits (of each fragment, where there are several); the last one always."""
     log: LogStyle = LogStyle.auto

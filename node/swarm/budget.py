@@ -58,7 +58,7 @@ def plan_rounds(
         raise ValueError("nodes, cores and inner_steps are at least 1")
     start = max(costs.node_start, costs.node_start * (nodes + 2) / cores)
     chain = inner_steps * costs.step + costs.round_cpu * fragments
-    work = nodes * chain + costs.evaluation * fragments
+    work = nodes * chain + costs.evaluation
     per_round = max(chain, work / cores) + costs.round_wait * fragments
     left = (seconds - spent - start - costs.finish) * SAFETY
     return Plan(max(1, int(left / per_round)), start, per_round, costs.finish)

@@ -40,6 +40,15 @@ def test_progress_follows_the_run_and_waits_at_the_end_of_a_round() -> None:
     assert progress_of_run(12, 0, 50, 10) == 1
 
 
+def test_progress_of_a_run_in_fragments_goes_as_far_with_as_many_steps() -> None:
+    """Three rounds of 18 steps in three fragments: an outer step every 6, and the same schedule as with one."""
+    for step in range(3 * 18):
+        whole = progress_of_run(step // 18, step % 18, 18, 3)
+        assert progress_of_run(step // 6, step % 6, 18, 3, 3) == pytest.approx(whole)
+    assert progress_of_run(4, 100, 18, 3, 3) == pytest.approx(5 / 9)
+    assert progress_of_run(10, 0, 18, 3, 3) == 1, "while it winds up"
+
+
 @pytest.mark.parametrize(("small", "large"), [(16, 16), (16, 40), (1, 8)])
 def test_orthogonalise_levels_the_singular_values(small: int, large: int) -> None:
     torch.manual_seed(0)
