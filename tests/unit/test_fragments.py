@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from atoll.protocol.manifest import Manifest
 from atoll.protocol.overlap import left
 from atoll.protocol.state import GlobalState
 
+SPECIFICATION = Path(__file__).parents[2] / "docs/protocol.md"
 LAYERS = st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=7), min_size=1, max_size=9)
 PACKINGS = st.sampled_from(["balanced", "strided"])
 
@@ -109,6 +111,9 @@ def test_known_packings() -> None:
         (0, 128), (128, 256), (256, 340), (340, 468), (468, 540), (540, 668), (668, 796), (796, 860), (860, 988),
         (988, 1000),
     ]  # fmt: skip
+    assert [layout.place(1, i) for i in range(layout.fragment(1).count)] == [3, 4, 8, 9]
+    digest = GlobalState.fresh(layout, np.zeros(1000, np.float32)).digest().hex()
+    assert digest in SPECIFICATION.read_text()
     strided = make_layout(1000, 128, layers, 3, "strided")
     assert [strided.place(0, i) for i in range(strided.fragment(0).count)] == [0, 1, 2, 8, 9]
 
