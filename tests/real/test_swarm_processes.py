@@ -491,9 +491,7 @@ def test_ctrl_c_to_the_group_of_a_swarm(tmp_path: Path) -> None:
 
 def test_a_swarm_of_three_fragments(tmp_path: Path) -> None:
     with place(tmp_path) as here:
-        process = swarm_command(
-            here, "fragments", round={"fragments": 3, "overlap": 10}, budget={"rounds": 3}, codec={"name": "float32"}
-        )
+        process = swarm_command(here, "fragments", round={"fragments": 3, "overlap": 10}, budget={"rounds": 3})
         assert process.ended(120) == 0, swarm_story(process)
         assert f"3 rounds of {STEPS} steps in 3 fragments" in process.out.read_text()
         report = json.loads((process.state / "report.json").read_text())
