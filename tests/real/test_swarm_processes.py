@@ -501,9 +501,10 @@ def test_a_swarm_of_three_fragments(tmp_path: Path) -> None:
         commits = [event for event in events if event["event"] == "commit" and event["outer_step"] > 0]
         steps = {event["outer_step"]: event for event in commits if any(event["contributors"].values())}
         assert [steps[step]["fragment"] for step in sorted(steps)] == [(step - 1) % 3 for step in sorted(steps)]
-        # A token goes through the rounds of all fragments, and counts once.
-        trained = 2 * 3 * STEPS * 2 * int(MODEL["context"])
-        assert 0.8 * trained < commits[-1]["tokens"] < 1.25 * trained
+        # Two nodes, three rounds, two samples a step; more, since they train until a round is called. A token goes
+        # through the rounds of all fragments, and counts once: there are not more of them than have been leased.
+        context = int(MODEL["context"])
+        assert 0.9 * (2 * 3 * STEPS * 2) < commits[-1]["tokens"] / context <= commits[-1]["cursor"]
         assert any(event.get("stopped", 9) < 1 for event in commits)
         checkpoint = process.state / report["files"]["checkpoint"]
         assert checkpoint.stat().st_size > 1000
