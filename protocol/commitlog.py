@@ -23,7 +23,7 @@ from blake3 import blake3
 from .commits import Position, position_of
 from .disk import Buffer, Disk
 from .errors import AtollError, CheckpointError, PeerMisbehaved
-from .messages import MAX_CHUNKS, Commit, Head, better, decode, encode, hash_of
+from .messages import MAX_CHUNKS, Commit, Head, decode, encode, hash_of
 
 MAGIC = b"ATLLOG1\n"
 MAX_COMMIT = 128 * 1024 * 1024
@@ -255,14 +255,6 @@ def set_aside(disk: Disk, name: str, reason: str, warn: Callable[[str], None]) -
         warn(f"{name} in {disk} is damaged ({reason}) and cannot be moved away ({error}); going on without it")
     else:
         warn(f"{name} in {disk} is damaged ({reason}); moved to {kept}, going on without it")
-
-
-def best_of(heads: Iterable[Head], start: Head) -> Head:
-    """The best of some heads and ``start``."""
-    for head in heads:
-        if better(head, start):
-            start = head
-    return start
 
 
 def _name_of(head: Head) -> str:

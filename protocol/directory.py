@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from .errors import PeerMisbehaved
 from .identity import Signer
 from .manifest import Manifest
-from .messages import Head
 from .records import BUCKETS, Record, bucket_of, dht_key, open_record, seal_record
 from .transport import PeerId, Transport
 from .wakeup import Wakeup
@@ -47,14 +46,14 @@ class Directory:
     """The peers of the run as one peer knows them.
 
     record: makes the own record's current content.
-    changed: called when a peer appears. told: called with the head that a record names. forgotten:
+    changed: called when a peer appears. told: called with each record that is new. forgotten:
     called when a peer has been gone for long.
     """
 
     def __init__(
         self, transport: Transport, signer: Signer, manifest: Manifest, *,
         record: Callable[[float], Record], refused: Callable[[PeerId, str], None],
-        changed: Callable[[], None], told: Callable[[PeerId, Head], None],
+        changed: Callable[[], None], told: Callable[[PeerId, Record], None],
         forgotten: Callable[[PeerId], None],
     ) -> None:  # fmt: skip
         self._transport = transport
@@ -145,4 +144,4 @@ class Directory:
             if fresh:
                 known.seen = now
         self._transport.learn(peer, list(record.addresses))
-        self._told(peer, record.head)
+        self._told(peer, record)

@@ -20,7 +20,7 @@ from .errors import AtollError, DiskFull, ResourceError
 from .statefolder import StateFolder, folder_error
 
 Buffer = bytes | bytearray | memoryview
-FOLDERS = ("log", "checkpoints", "incoming", "damaged")
+FOLDERS = ("log", "checkpoints", "incoming", "lineage", "damaged")
 TEMPORARY = ".tmp"
 _WHOLE = 1 << 62
 

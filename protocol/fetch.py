@@ -17,6 +17,8 @@ from typing import Protocol
 
 from blake3 import blake3
 
+from .anchor import Anchor, could_hold
+from .anchoring import Guide
 from .averaged import size_limit
 from .checkpoints import blob_span, digest_of, split
 from .codecs import averages_codec, get_codec
@@ -25,12 +27,14 @@ from .disk import Buffer
 from .errors import Fault, NetworkDown, PeerMisbehaved, PeerUnreachable, TransportError, fault_of
 from .identity import Signer
 from .layout import ChunkLayout
+from .lineage import MAX_LINEAGE, MAX_LINEAGE_BYTES
 from .manifest import Manifest
 from .messages import MAX_MEMBERS, NO_DIGEST, Body, Commit, Head, better, decode, encode
 from .store import Store
 from .transfer import (
     PAGE_BYTES,
     PROTOCOL,
+    Bodies,
     Chain,
     Data,
     Declined,
@@ -39,6 +43,7 @@ from .transfer import (
     GetChunk,
     GetHashes,
     GetHeads,
+    GetLineage,
     Heads,
     Request,
     ask,
@@ -94,6 +99,10 @@ class Plan:
     steps: list[Step]
     """The commits from ``base`` to ``head``; their chunks come with :meth:`Fetcher.replay`."""
     donors: list[PeerId]
+    anchored: bytes = b""
+    """The anchored commit, when it was shown to be behind ``head``."""
+    lineage: Sequence[bytes] = ()
+    """The bodies from there to ``base``, which show it, as far as the caller does not have them."""
 
 
 @dataclass(eq=False)
@@ -115,6 +124,7 @@ class Fetcher:
     codec and layout come from the manifest. report: told which donor was dropped, why, and whose fault it is.
     progress: told bytes done and bytes in all, of the transfer under way.
     parallel: donors used at once. window: requests that one donor has outstanding.
+    guide: what the caller makes of the organiser's anchors; None: there are none.
     """
 
     def __init__(
@@ -128,6 +138,7 @@ class Fetcher:
         progress: Callable[[int, int], None] = lambda done, total: None,
         parallel: int = 4,
         window: int = 4,
+        guide: Guide | None = None,
     ) -> None:
         self._transport = transport
         self._manifest = manifest
@@ -138,6 +149,7 @@ class Fetcher:
         self._progress = progress
         self._parallel = parallel
         self._window = window
+        self._guide = guide
         self._patience = 2 * manifest.round.silence
         self._liars: dict[PeerId, None] = {}
         """Donors that broke the protocol: not asked again by this fetcher."""
@@ -163,18 +175,46 @@ class Fetcher:
                 raise answer
         if not offers:
             raise PeerUnreachable(f"none of {len(donors)} peers says what head it has")
-        for peer in sorted(offers, key=lambda peer: _rank(offers[peer].best)):
+        anchor, claims = self._anchored(offers)
+        mine = anchor is not None and self._guide is not None and self._guide.holds(current.id)
+        unshown: Plan | None = None
+        failed = False
+        for peer in sorted(offers, key=lambda peer: (peer not in claims, _rank(offers[peer].best))):
             head = offers[peer].best
-            if not better(head, current):
+            if not better(head, current) if (peer in claims) == mine else mine:
                 # A claim that could not be verified is no head.
-                return None
+                return unshown
             try:
-                return await self._way(peer, head, offers, starts)
+                plan = await self._way(peer, head, offers, starts, anchor, ask=peer in claims)
             except TransportError as error:
+                failed = True
                 self._drop(peer, error)
                 if not isinstance(error, Declined):
                     del offers[peer]
-        raise TransportError("peers offer a better head, and no way to it could be verified")
+                continue
+            if plan.anchored or anchor is None:
+                return plan
+            # Nobody may be able to show any more what is behind a chain that is right all the same.
+            if not mine and better(head, current) and (unshown is None or better(head, unshown.head)):
+                unshown = plan
+            if peer not in claims:
+                return unshown
+        if unshown is None and failed:
+            raise TransportError("peers offer a better head, and no way to it could be verified")
+        return unshown
+
+    def _anchored(self, offers: Mapping[PeerId, Heads]) -> tuple[Anchor | None, set[PeerId]]:
+        """The organiser's newest anchor, those of the donors included, and who claims to have it behind its head."""
+        if self._guide is None:
+            return None, set()
+        for peer, offer in offers.items():
+            self._guide.told(peer, offer.anchor, offer.anchored)
+        anchor = self._guide.newest
+        if anchor is None:
+            return None, set()
+        return anchor, {
+            peer for peer, offer in offers.items() if self._guide.claims(peer) and could_hold(anchor, offer.best)
+        }
 
     async def _offer(self, peer: PeerId) -> Heads | NetworkDown | None:
         try:
@@ -188,16 +228,29 @@ class Fetcher:
             return None
 
     async def _way(
-        self, peer: PeerId, head: Head, offers: Mapping[PeerId, Heads], starts: Mapping[bytes, Head]
+        self,
+        peer: PeerId,
+        head: Head,
+        offers: Mapping[PeerId, Heads],
+        starts: Mapping[bytes, Head],
+        anchor: Anchor | None,
+        *,
+        ask: bool,
     ) -> Plan:
+        """A verified way to a donor's head. anchor: what may be behind it; where the way itself does not show that, the
+        donor is asked to, if ``ask``."""
         own = max((start.height for start in starts.values() if start.height < head.height), default=0)
         if head.id in starts:
-            return Plan(head, head, None, [], list(offers))
+            below = await self._lineage(peer, [head.id], head.height, anchor, ask)
+            return Plan(head, head, None, [], list(offers), *_shown(anchor, below, [], head))
         steps = await self._chain(peer, head, own + 1)
         if steps[0].position.head.height == own + 1 > 1 and steps[0].commit.body.parent not in starts:
             # Another fork: begin as low as they can.
             steps = await self._chain(peer, head, 0)
         ids = [step.commit.body.parent for step in steps]
+        below = await self._lineage(
+            peer, [head.id, *reversed(ids)], steps[0].commit.body.height - 1, anchor, ask
+        )
         mine = next((at for at in reversed(range(len(ids))) if ids[at] in starts), None)
         held: dict[bytes, list[PeerId]] = {}
         for other, heads in offers.items():
@@ -211,10 +264,52 @@ class Fetcher:
                 break
             start = await self._start(steps[at].commit.body, held[ids[at]])
             if start is not None:
-                return Plan(head, start.position.head, start, steps[at:], donors)
+                base = start.position.head
+                return Plan(head, base, start, steps[at:], donors, *_shown(anchor, below, steps, base))
         if mine is None:
             raise Declined(f"nobody offers a state from which {peer}'s head can be reached")
-        return Plan(head, steps[mine].commit.body.seal.base, None, steps[mine:], donors)
+        base = steps[mine].commit.body.seal.base
+        return Plan(head, base, None, steps[mine:], donors, *_shown(anchor, below, steps, base))
+
+    async def _lineage(
+        self, peer: PeerId, path: Sequence[bytes], height: int, anchor: Anchor | None, ask: bool
+    ) -> list[bytes] | None:
+        """The bodies between an anchor and a path of verified commits (newest first, the last one of that height);
+        none are needed where the path reaches the anchor, or what is known to stand on it.
+
+        None when the donor cannot show that the anchor is behind the path. Raises :class:`PeerMisbehaved` for bodies
+        that are not those asked for.
+        """
+        if anchor is None or self._guide is None:
+            return None
+        if anchor.head.id in path or any(map(self._guide.holds, path)):
+            return []
+        if not ask:
+            return None
+        bodies: list[bytes] = []
+        wanted, size = path[-1], 0
+        stream = await self._transport.open(peer, PROTOCOL, timeout=self._patience)
+        limit = PAGE_BYTES + self._commit_limit + 4096
+        try:
+            while wanted != anchor.head.id:
+                if height <= anchor.head.height or size > MAX_LINEAGE_BYTES or len(bodies) > MAX_LINEAGE:
+                    return None
+                await send_request(stream, GetLineage(wanted, anchor.head.height), self._patience)
+                page = expect(await receive_response(self._transport, stream, limit, self._patience), Bodies, peer)
+                if not page.bodies:
+                    raise PeerMisbehaved("an empty page of bodies", peer)
+                for data in page.bodies:
+                    if height <= anchor.head.height:
+                        raise PeerMisbehaved("bodies below what was asked for", peer)
+                    wanted = await self._transport.offload(_parent_in, data, wanted, height, peer)
+                    height -= 1
+                    size += len(data)
+                bodies += page.bodies
+        except Declined:
+            return None
+        finally:
+            await stream.close()
+        return bodies
 
     def _cost(self, steps: Sequence[Step]) -> int:
         """Bytes of the chunks to be fetched."""
@@ -544,6 +639,28 @@ class _Collection:
 def _matches(data: bytes, wanted: bytes) -> bool:
     digest: bytes = blake3(data).digest()
     return digest == wanted
+
+
+def _parent_in(data: bytes, wanted: bytes, height: int, peer: PeerId) -> bytes:
+    """The parent that a body names, which must be the one wanted. Raises :class:`PeerMisbehaved`."""
+    if not _matches(data, wanted):
+        raise PeerMisbehaved("a body that is not the one asked for", peer)
+    body = decode(data, Body, peer)
+    if body.height != height:
+        raise PeerMisbehaved(f"a body of height {body.height} where {height} belongs", peer)
+    return body.parent
+
+
+def _shown(
+    anchor: Anchor | None, below: Sequence[bytes] | None, steps: Sequence[Step], base: Head
+) -> tuple[bytes, list[bytes]]:
+    """What a plan says of the anchor: its commit, and the bodies that show it up to ``base``."""
+    if anchor is None or below is None:
+        return b"", []
+    inside = [
+        encode(step.commit.body) for step in steps if anchor.head.height < step.position.head.height <= base.height
+    ]
+    return anchor.head.id, [*below, *inside]
 
 
 def _rank(head: Head) -> tuple[int, int, bytes]:

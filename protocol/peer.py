@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .anchoring import Guide
 from .averaged import check_all
 from .calling import Calling, make_seal, unite
 from .candidates import order, rank
@@ -183,21 +184,25 @@ class Peer:
             record=self._record,
             refused=self._refuse,
             changed=self._wake.set,
-            told=self._told_head,
+            told=self._told_record,
             forgotten=self._forget,
         )
         self.donor = Donor(
             transport, store, admits=manifest.admits, busy=lambda: self._round is not None, recent=self._recent,
             member=self._in_round, refused=self._refuse, warn=lambda message: self._events("warning", message=message),
         )  # fmt: skip
+        self.guide = Guide(
+            transport, signer, manifest, store, events=self._events, others=lambda: list(self.directory.known),
+            changed=self._look_again, refused=self._refuse,
+        )  # fmt: skip
         self.fetcher = Fetcher(
-            transport, manifest, self.layout, signer, report=self._refuse, progress=self._transferred
+            transport, manifest, self.layout, signer, report=self._refuse, progress=self._transferred, guide=self.guide
         )
         self._transfer_told = float("-inf")
         # What others said, by peer.
         self._heads: dict[PeerId, Head] = {}
         self._ahead: dict[PeerId, Head] = {}
-        """Those of them that are better than the own head."""
+        """Those of them that are worth a look: better than the own head, or with the organiser's anchor behind them."""
         self._patience: dict[PeerId, tuple[int, float]] = {}
         """Calls for leases on behalf of a peer since it last contributed, and when the next may be."""
         self._doubts: dict[PeerId, tuple[float, float]] = {}
@@ -280,9 +285,11 @@ class Peer:
             await self.messenger.start()
             await self.transport.serve(REDUCE, self._serve_reduce)
             await self.donor.start()
+            await self.guide.anchors.start()
             if self.island is not None:
                 await self._begin_training()
-            for work in (self.directory.publish(), self.directory.read(), self._report(), self._watch_clock()):
+            tasks = self.directory.publish(), self.directory.read(), self._report(), self._watch_clock()
+            for work in (*tasks, self.guide.keep()):
                 self._spawn(work)
             main = loop.create_task(self._main(), name="peer")
             self._tasks[main] = None
@@ -358,7 +365,8 @@ class Peer:
             run=self.manifest.run_id, peer=self.transport.peer_id, issued=self.transport.wall(), expires=expires,
             addresses=tuple(self.transport.addresses()), state=self.state, head=self.head,
             step_time=progress.step_time, tokens=self.contributed, upload=self._upload, download=self._download,
-            version=self.version, reachable=self.reachable, name=self.name,
+            version=self.version, reachable=self.reachable, name=self.name, anchor=self.guide.anchors.sealed,
+            anchored=self.guide.holds(self.head.id),
         )  # fmt: skip
 
     def _transferred(self, done: int, total: int) -> None:
@@ -398,6 +406,7 @@ class Peer:
 
     async def _load(self) -> None:
         """From disk as far as it goes, else θ₀. Raises StateError when θ₀ is not what the manifest says."""
+        self.guide.restore()
         loaded = await self.transport.offload(self.store.load)
         state = loaded.state if loaded is not None else None
         position = loaded.position if loaded is not None else START
@@ -412,7 +421,7 @@ class Peer:
             kept = await self.transport.offload(self.store.load_residual, self.head.id)
             if kept is not None:
                 residual[:] = kept
-        if better(self.store.seen, self.head):
+        if self.store.prefers(self.store.seen, self.head):
             # Its disk has lost what it had once applied. Others have it: from θ₀ it would only make a fork.
             self._owed = self.store.seen
             self._events("warning", message=f"the disk has lost the state of round {self._owed.round}; it is fetched")
@@ -483,7 +492,7 @@ class Peer:
                 self._set_state("finished")
                 if self._linger < float("inf") and (self._everyone_knows() or now - finished_at > self._linger):
                     return
-            elif self.island is not None and not better(self._owed, self.head):
+            elif self.island is not None and not self.store.prefers(self._owed, self.head):
                 if self._invitation is not None:
                     invitation, self._invitation = self._invitation, None
                     await self._take_part(invitation)
@@ -517,11 +526,7 @@ class Peer:
         self._callers.clear()
         self._fruitless = 0
         self._unfit.clear()
-        now = self._base_since
-        self._ahead = {
-            peer: head for peer, head in self._heads.items()
-            if better(head, self.head) and self._doubts.get(peer, (0.0, now))[1] <= now
-        }  # fmt: skip
+        self._look_again()
         self._report_now.set()
         self._last_round = self.head.round
         self._limbo.clear()
@@ -535,6 +540,18 @@ class Peer:
             self._on_head(self.replica.position)
         self._wake.set()
 
+    def _look_again(self) -> None:
+        """The own head or the organiser's anchor is another: which of the others' heads are worth a look?"""
+        if self.replica is None:
+            return
+        now = self.transport.now()
+        self._ahead = {
+            peer: head for peer, head in self._heads.items()
+            if self.guide.worth(peer, head, self.head) and self._doubts.get(peer, (0.0, now))[1] <= now
+        }  # fmt: skip
+        self.guide.say(self.head)
+        self._wake.set()
+
     def _log_digest(self, head: Head, task: asyncio.Task[bytes]) -> None:
         if not task.cancelled() and task.exception() is None:
             self._events(
@@ -546,6 +563,7 @@ class Peer:
         said = (self._heads, self._ahead, self._reports, self._ranks)
         for table in (*said, self._doubts, self._patience, self._strikes, self._reluctant, self._deaf, self._sealless):
             table.pop(peer, None)
+        self.guide.forget(peer)
         self.messenger.forget(peer)
 
     # --- reporting -----------------------------------------------------------------------------------------------
@@ -795,11 +813,16 @@ class Peer:
         if message.head == self.head and message.round <= self.head.round + MAX_ROUND_GAP // 2:
             self._last_round = max(self._last_round, message.round)
 
-    def _told_head(self, peer: PeerId, head: Head) -> None:
-        """A record names a head; records are old news, so what the peer said itself since then stands."""
+    def _told_record(self, peer: PeerId, record: Record) -> None:
+        """A record names a head; records are old news, so what the peer said itself since then stands. What it says of
+        the anchor nothing else says."""
+        self.guide.told(peer, record.anchor, record.anchored)
         known = self._heads.get(peer)
-        if known is None or better(head, known):
-            self._learn_head(peer, head)
+        if known is None or better(record.head, known):
+            known = record.head
+        elif not record.anchored:
+            return
+        self._learn_head(peer, known)
 
     def _learn_head(self, peer: PeerId, head: Head) -> None:
         if self._heads.get(peer) == self.head != head:
@@ -808,14 +831,14 @@ class Peer:
         doubt = self._doubts.get(peer)
         if doubt is not None and self.transport.now() < doubt[1]:
             return
-        if head != self.head and better(head, self.head):
+        if self.guide.worth(peer, head, self.head):
             self._ahead[peer] = head
             self._wake.set()
         else:
             self._ahead.pop(peer, None)
 
     def _called(self, peer: PeerId, call: Call) -> None:
-        if self.island is None or self._stopping or better(self._owed, self.head):
+        if self.island is None or self._stopping or self.store.prefers(self._owed, self.head):
             return
         if call.base != self.head or not self.head.round < call.round <= self.head.round + MAX_ROUND_GAP:
             self._learn_head(peer, call.base)
@@ -1267,7 +1290,8 @@ class Peer:
     def _obsolete(self) -> bool:
         # Only what was verified counts here: anybody can claim a head, and must not stop a round with it.
         group = self._round is not None and len(self._round.peers) > 1
-        better_way = self._plan is not None and better(self._plan.head, self.head)
+        plan = self._plan
+        better_way = plan is not None and self.guide.surpasses(plan.head, plan.anchored, self.head)
         return better_way or any(len(commit.body.seal.members) > 1 or not group for _, commit in self._commits)
 
     async def _run_round(self, sealed: Sealed, snapshot: Snapshot) -> None:
@@ -1560,7 +1584,10 @@ class Peer:
         claim a head, so a claim alone must keep this peer from nothing."""
         try:
             starts = await self.transport.offload(self.store.restorable)
-            self._plan = await self.fetcher.plan(claimants, self.head, starts)
+            plan = await self.fetcher.plan(claimants, self.head, starts)
+            if plan is not None:
+                await self.guide.take(plan.lineage)
+            self._plan = plan
         except (TransportError, ResourceError, StateError) as error:
             self._events("warning", message=f"cannot catch up yet: {error}")
             if error.fault is Fault.LOCAL:
@@ -1568,7 +1595,12 @@ class Peer:
                 await asyncio.sleep(self._silence)
         if self._plan is None:
             for peer in claimants:
-                self._disbelieve(peer)
+                if peer in self._heads and not better(self._heads[peer], self.head):
+                    # Nothing is wrong with its head, but that it could not show the anchor behind it.
+                    self.guide.doubt(peer)
+                    self._ahead.pop(peer, None)
+                else:
+                    self._disbelieve(peer)
         self._looking = None
         self._wake.set()
 
@@ -1582,7 +1614,8 @@ class Peer:
     async def _catch_up(self, plan: Plan) -> None:
         """Fetch what lies between this head and a verified better one, and go over to it."""
         before, self._better_since, self._plan = self.state, None, None
-        if not better(plan.head, self.head):
+        if not self.guide.surpasses(plan.head, plan.anchored, self.head):
+            self._look_again()  # it may have shown what is behind the own head
             return
         self._set_state("joining")
         if self._checkpointing is not None:
@@ -1645,8 +1678,9 @@ class Peer:
         self.replica.adopt(state, loaded.position)
         self._newest = None
         await self._replay(loaded.replay)
-        if better(head, self.head):
+        if self.store.prefers(head, self.head):
             self._owed = head
+        await self.transport.offload(self.store.see, head)
         self._events(
             "resync", round=self.head.round, outer_step=self.head.outer_step, left=before.id.hex(),
             left_round=before.round, lost_tokens=self._accounts.unmerged(progress),

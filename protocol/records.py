@@ -18,6 +18,7 @@ import msgspec
 from blake3 import blake3
 
 from .address import is_multiaddr
+from .anchor import SealedAnchor
 from .errors import PeerMisbehaved, UsageError
 from .identity import Signer
 from .messages import Digest, Head, Natural, Peer, Ratio, Signature, decode, encode
@@ -75,6 +76,10 @@ class Record(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     """Whether others can dial it."""
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
     """Public name, for people; nobody's proof of anything."""
+    anchor: SealedAnchor = b""
+    """The organiser's newest anchor that it knows; empty: none. Whoever uses it checks it."""
+    anchored: bool = False
+    """Whether that anchor is behind :attr:`head`; a claim like the head itself."""
 
 
 class _Sealed(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -3,7 +3,8 @@
 A folder of its own (mode 0700, locked while in use) holds ``run.json`` (which run this is), ``log/`` (commits with
 their averaged chunks, :mod:`atoll.protocol.commitlog`), ``checkpoints/`` (two, :mod:`atoll.protocol.checkpoints`),
 ``incoming/`` (a checkpoint being downloaded), ``residual.safetensors`` (the error-feedback residual at one commit),
-``head`` (the best head ever logged here) and ``damaged/``. Everything is written atomically, so a crash at any moment
+``head`` (the best head ever logged here), ``anchor`` and ``lineage/`` (the organiser's newest anchor and what stands on
+it, :mod:`atoll.protocol.lineage`) and ``damaged/``. Everything is written atomically, so a crash at any moment
 leaves a store that loads; whatever is damaged later is found by its hash, set aside and reported.
 
 Methods block on the disk: call them through :meth:`Transport.offload`. They may be called from any thread, but
@@ -13,7 +14,7 @@ appends, checkpoints and loads by one owner at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,12 +32,13 @@ from .checkpoints import (
     state_header,
     write_blob,
 )
-from .commitlog import CommitLog, LogEntry, best_of, set_aside
+from .commitlog import CommitLog, LogEntry, set_aside
 from .commits import START, Position
 from .disk import Buffer, Disk, FolderDisk
 from .errors import CheckpointError, PeerMisbehaved, StateError
 from .layout import ChunkLayout
-from .messages import GENESIS, NO_DIGEST, Commit, Head, better, decode, encode
+from .lineage import Lineage, keep_quietly
+from .messages import GENESIS, NO_DIGEST, Body, Commit, Head, better, decode, encode, hash_of
 from .state import GlobalState
 
 RUN_FILE = "run.json"
@@ -80,6 +82,8 @@ class Store:
         self.seen = self._read_head()
         """The best head ever logged here. Who has seen one never starts from θ₀, whatever is left on disk."""
         self.log = CommitLog(disk, run_id, self._warn)
+        self.lineage = Lineage(disk, self._warn)
+        self.lineage.rebuild(self.log.entries())
         self.checkpoints = Checkpoints(disk, run_id, layout, self._warn)
 
     @classmethod
@@ -140,12 +144,46 @@ class Store:
 
     def append(self, commit: Commit, chunks: Sequence[Buffer]) -> LogEntry:
         """Log a commit with its averaged chunks; see :meth:`CommitLog.append`."""
+        self.lineage.link(hash_of(commit.body), commit.body.parent)
         entry = self.log.append(commit, chunks)
-        if better(entry.head, self.seen):
-            data = encode(entry.head)
-            self.disk.write(HEAD_FILE, [data, blake3(data).digest()])
-            self.seen = entry.head
+        self.see(entry.head)
         return entry
+
+    def see(self, head: Head) -> None:
+        """This head has been reached: below it, the peer takes part in nothing any more."""
+        if self.prefers(head, self.seen):
+            data = encode(head)
+            self.disk.write(HEAD_FILE, [data, blake3(data).digest()])
+            self.seen = head
+
+    # -- the organiser's anchor
+
+    def prefers(self, a: Head, b: Head) -> bool:
+        """Whether ``a`` is to be preferred: the organiser's newest anchor behind it, else as :func:`better` says."""
+        holds = self.lineage.holds(a.id), self.lineage.holds(b.id)
+        return holds[0] if holds[0] != holds[1] else better(a, b)
+
+    def _best_of(self, heads: Iterable[Head], start: Head) -> Head:
+        for head in heads:
+            if self.prefers(head, start):
+                start = head
+        return start
+
+    def bodies(self, commit_id: bytes, above: int) -> Iterator[bytes]:
+        """The canonical bodies of a commit and those before it, down to height ``above`` + 1 or as far as they are
+        kept: what shows that an anchor is behind it."""
+        while True:
+            data = self.lineage.body(commit_id)
+            if data is None:
+                commit = self.log.commit(commit_id)
+                if commit is None:
+                    return
+                data = encode(commit.body)
+            body = decode(data, Body)
+            if body.height <= above:
+                return
+            yield data
+            commit_id = body.parent
 
     def commit(self, commit_id: bytes) -> Commit | None:
         """A logged commit, or None."""
@@ -185,7 +223,7 @@ class Store:
         """The best head whose state can be had from this disk (:data:`GENESIS` when there is nothing)."""
         best = GENESIS
         for head, above, _ in self._bases():
-            best = best_of((entry.head for entry in above.values()), best_of([head], best))
+            best = self._best_of((entry.head for entry in above.values()), self._best_of([head], best))
         return best
 
     def restorable(self) -> dict[bytes, Head]:
@@ -212,8 +250,22 @@ class Store:
             older = max(others, key=lambda held: (held.id in chain, held.head.height < lower, held.head.height))
             self.checkpoints.keep({saved.id, older.id, *keep})
             # Where a checkpoint stands in the chain follows from the commit after it, so its own is not needed.
-            self.log.prune(min(held.head.height for held in self.checkpoints.all()) + 1)
+            self._prune(min(held.head.height for held in self.checkpoints.all()) + 1)
         return saved
+
+    def _prune(self, below: int) -> None:
+        """Remove the commits of heights below ``below``. Of those that stand on the anchor the bodies stay."""
+        anchor = self.lineage.anchor
+        if anchor is not None:
+            leaving = [
+                entry for entry in self.log.entries()
+                if anchor.head.height < entry.head.height < below and self.lineage.holds(entry.id)
+            ]  # fmt: skip
+            commits = [self.log.commit(entry.id) for entry in leaving]
+            bodies = [encode(commit.body) for commit in commits if commit is not None]
+            if bodies:
+                keep_quietly(self.lineage, bodies, self.log.entries())
+        self.log.prune(below)
 
     def checkpoint_heads(self) -> list[Head]:
         """The commits of the checkpoints held, oldest first."""
@@ -248,7 +300,7 @@ class Store:
         ways = []
         for head, above, checkpoint in self._bases():
             if target is None:
-                end = best_of((entry.head for entry in above.values()), head)
+                end = self._best_of((entry.head for entry in above.values()), head)
             elif target == head.id:
                 end = head
             elif target in above:
@@ -256,7 +308,10 @@ class Store:
             else:
                 continue
             ways.append((end, head, checkpoint))
-        ways.sort(key=lambda way: (-way[0].weight, -way[0].height, way[0].id, -way[1].height))
+        holds = self.lineage.holds
+        ways.sort(
+            key=lambda way: (not holds(way[0].id), -way[0].weight, -way[0].height, way[0].id, -way[1].height)
+        )
         for end, head, checkpoint in ways:
             replay = [entry for entry in self.log.chain(end.id) if entry.head.height > head.height]
             if checkpoint is None:

@@ -9,12 +9,13 @@ round; while an answer has to wait it sends :class:`Wait`, so that being slow on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 
+from .anchor import SealedAnchor
 from .commitlog import LogEntry
 from .errors import (
     Fault,
@@ -26,6 +27,7 @@ from .errors import (
     TransportError,
     WrongRun,
 )
+from .lineage import Lineage
 from .manifest import MAX_MANIFEST, Manifest
 from .messages import Digest, Head, Natural, decode, encode
 from .transport import PeerId, Stream, Transport
@@ -78,11 +80,18 @@ class GetChunk(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
     hash: Digest
 
 
+class GetLineage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="lineage?"):
+    """The bodies of a commit and of those before it, down to height ``above`` + 1. Answered by :class:`Bodies`."""
+
+    commit: Digest
+    above: Natural
+
+
 class GetManifest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="manifest?"):
     """The run's signed manifest as TOML, as :class:`Data`. Only under :data:`MANIFEST_PROTOCOL`."""
 
 
-Request = GetHeads | GetChain | GetHashes | GetBlob | GetChunk
+Request = GetHeads | GetChain | GetHashes | GetBlob | GetChunk | GetLineage
 
 
 class Heads(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="heads"):
@@ -90,6 +99,15 @@ class Heads(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     """The best head whose state can be had from this donor."""
     checkpoints: Annotated[list[Head], msgspec.Meta(max_length=MAX_HELD)]
     """The commits whose checkpoints it holds."""
+    anchor: SealedAnchor
+    """The organiser's newest anchor that it knows; empty: none."""
+    anchored: bool
+    """Whether that anchor is behind :attr:`best`."""
+
+
+class Bodies(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="lineage"):
+    bodies: Annotated[list[bytes], msgspec.Meta(max_length=PAGE_COMMITS)]
+    """Encoded bodies, each the parent of the one before. When the last is not low enough, ask again from its parent."""
 
 
 class Chain(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="chain"):
@@ -117,7 +135,7 @@ class Refused(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     """Whether it makes sense to ask again a little later."""
 
 
-Response = Heads | Chain | Data | Missing | Wait | Refused
+Response = Heads | Chain | Bodies | Data | Missing | Wait | Refused
 
 
 class Source(Protocol):
@@ -126,6 +144,9 @@ class Source(Protocol):
     def best(self) -> Head: ...
     def checkpoint_heads(self) -> list[Head]: ...
     def chain(self, head_id: bytes, first: int) -> Sequence[LogEntry]: ...
+    def bodies(self, commit_id: bytes, above: int) -> Iterable[bytes]: ...
+    @property
+    def lineage(self) -> Lineage: ...
     def commit_bytes(self, commit_id: bytes) -> bytes | None: ...
     def checkpoint_hashes(self, commit_id: bytes) -> bytes | None: ...
     def checkpoint_blob(self, commit_id: bytes, index: int) -> bytes | None: ...
@@ -271,10 +292,14 @@ class Donor:
         match request:
             case GetHeads():
                 best = await offload(source.best)
-                return Heads(best, (await offload(source.checkpoint_heads))[-MAX_HELD:])
+                held = (await offload(source.checkpoint_heads))[-MAX_HELD:]
+                return Heads(best, held, source.lineage.sealed, source.lineage.holds(best.id))
             case GetChain(head, first):
                 commits = await offload(self._page, head, first)
                 return Chain(commits) if commits else Missing()
+            case GetLineage(commit, above):
+                bodies = await offload(self._lineage, commit, above)
+                return Bodies(bodies) if bodies else Missing()
             case GetHashes(checkpoint):
                 self._used_now(checkpoint)
                 return _data(await offload(source.checkpoint_hashes, checkpoint))
@@ -299,6 +324,16 @@ class Donor:
             commits.append(data)
             size += len(data)
         return commits
+
+    def _lineage(self, commit: bytes, above: int) -> list[bytes]:
+        bodies: list[bytes] = []
+        size = 0
+        for data in self._source.bodies(commit, above):
+            bodies.append(data)
+            size += len(data)
+            if len(bodies) == PAGE_COMMITS or size > PAGE_BYTES:
+                break
+        return bodies
 
     def _at_once(self, peer: PeerId, request: Request) -> bool:
         """Whether this is what a round may be waiting for."""
@@ -372,7 +407,7 @@ class Declined(TransportError):
 
 async def receive_response(
     transport: Transport, stream: Stream, limit: int, patience: float
-) -> Heads | Chain | Data | Missing:
+) -> Heads | Chain | Bodies | Data | Missing:
     """The next answer. ``limit``: bytes of data in it. ``patience``: seconds without a byte after which a donor counts
     as silent; one that trickles, or announces delays for ever, is given up too.
 

@@ -92,6 +92,8 @@ records = st.builds(
     version=st.text("0123456789.abc+", max_size=32),
     reachable=st.booleans(),
     name=st.text(max_size=32).filter(str.isprintable),
+    anchor=st.binary(max_size=256),
+    anchored=st.booleans(),
 ).map(lambda record: msgspec.structs.replace(record, expires=record.issued + 60))
 
 
@@ -189,11 +191,15 @@ def test_refused_wrappers() -> None:
     ):
         with pytest.raises(PeerMisbehaved):
             opened(encode(bad))
-    longer = body[:1].replace(b"\x9e", b"\x9f") + body[1:] + b"\xc0"
+    assert body.startswith(b"\xdc\x00\x10")
+    longer = b"\xdc\x00\x11" + body[3:] + b"\xc0"
     with pytest.raises(PeerMisbehaved):
         opened(encode([longer, SIGNER.sign(record_bytes(longer))]))
-    # the same values in another MessagePack form: array16 instead of fixarray
-    loose = b"\xdc\x00\x0e" + body[1:]
+    shorter = b"\xdc\x00\x0f" + body[3:-1]
+    with pytest.raises(PeerMisbehaved):
+        opened(encode([shorter, SIGNER.sign(record_bytes(shorter))]))
+    # the same values in another MessagePack form: array32 instead of array16
+    loose = b"\xdd\x00\x00\x00\x10" + body[3:]
     with pytest.raises(PeerMisbehaved, match="canonical"):
         opened(encode([loose, SIGNER.sign(record_bytes(loose))]))
 
@@ -253,7 +259,7 @@ def test_vectors_of_the_specification() -> None:
     )  # fmt: skip
     vectors = "".join(SPECIFICATION.read_text(encoding="utf-8").split())
     sealed = seal_record(record, SIGNER)
-    assert len(sealed) == 290
+    assert len(sealed) == 295
     assert sealed.hex() in vectors
     assert SIGNER.peer_id in vectors
     assert SIGNER.marshal().hex() in vectors

@@ -40,6 +40,7 @@ from atoll.protocol.transfer import (
     GetChunk,
     GetHashes,
     GetHeads,
+    GetLineage,
     Heads,
     Limits,
     Missing,
@@ -336,7 +337,7 @@ def too_long(request: Request, response: Response) -> Response:
 
 
 def of_another_kind(request: Request, response: Response) -> Response:
-    return Heads(TIP, []) if isinstance(response, Data) else response
+    return Heads(TIP, [], b"", False) if isinstance(response, Data) else response
 
 
 def wrong_hashes(request: Request, response: Response) -> Response:
@@ -351,12 +352,12 @@ def missing(request: Request, response: Response) -> Response:
 
 def boasting(request: Request, response: Response) -> Response:
     if isinstance(response, Heads):
-        return Heads(msgspec.structs.replace(response.best, weight=1 << 62), response.checkpoints)
+        return msgspec.structs.replace(response, best=msgspec.structs.replace(response.best, weight=1 << 62))
     return response
 
 
 def inventing(request: Request, response: Response) -> Response:
-    return Heads(Head(b"x" * 32, 1 << 60, 1 << 60, 1, 1), []) if isinstance(response, Heads) else response
+    return Heads(Head(b"x" * 32, 1 << 60, 1 << 60, 1, 1), [], b"", False) if isinstance(response, Heads) else response
 
 
 def tampered(request: Request, response: Response) -> Response:
@@ -463,7 +464,7 @@ def test_pages_cut_short_are_asked_for_again() -> None:
     assert world.reports == {}
 
 
-@pytest.mark.parametrize("kind", [GetHeads, GetChain, GetHashes, GetBlob, GetChunk])
+@pytest.mark.parametrize("kind", [GetHeads, GetChain, GetHashes, GetBlob, GetChunk, GetLineage])
 def test_a_donor_that_stops_is_replaced(kind: type) -> None:
     store = empty()
     world = World(wedged=lambda transport: Wedged(transport, filled(), kind), a=filled())
