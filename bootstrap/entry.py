@@ -29,6 +29,8 @@ from atoll.protocol.records import Record, RecordGate, bucket_of, dht_key, seal_
 from atoll.protocol.shutdown import ending, on_signals
 from atoll.protocol.statefolder import StateFolder, default_state, folder_error
 
+from .anchors import AnchorKeeper
+
 if TYPE_CHECKING:
     from atoll.protocol.hivemind_transport import HivemindTransport
 
@@ -99,6 +101,8 @@ async def run_bootstrap(options: BootstrapOptions) -> int:
         from atoll.protocol.transfer import serve_manifest
 
         await serve_manifest(transport, run.toml)
+        keeper = AnchorKeeper(transport, signer, run.manifest, run.folder, log)
+        await keeper.start()
         address = run_address(run, signer, transport.addresses(), options)
         log.write(
             "start",
@@ -115,7 +119,7 @@ async def run_bootstrap(options: BootstrapOptions) -> int:
         if _only_here(transport.addresses()) and not _only_here(list(options.listen)):
             _warn(log, "nobody but this machine can reach this address; say how others do with --announce")
         tasks = [
-            asyncio.create_task(_publish(run, signer, transport, log)),
+            asyncio.create_task(_publish(run, signer, transport, keeper, log)),
             asyncio.create_task(_progress(transport, log)),
             asyncio.create_task(stop.wait()),
         ]
@@ -242,8 +246,10 @@ def _tell(options: BootstrapOptions, address: str, signer: Ed25519Signer) -> Non
         print(address, flush=True)
 
 
-async def _publish(run: Run, signer: Ed25519Signer, transport: HivemindTransport, log: EventLog) -> None:
-    """Keep a record in the DHT, so that others see who serves the run."""
+async def _publish(
+    run: Run, signer: Ed25519Signer, transport: HivemindTransport, keeper: AnchorKeeper, log: EventLog
+) -> None:
+    """Keep a record in the DHT, so that others see who serves the run, and the organiser's anchor among the peers."""
     key = dht_key(run.manifest.run_id, bucket_of(signer.peer_id))
     while True:
         now = time.time()
@@ -258,11 +264,13 @@ async def _publish(run: Run, signer: Ed25519Signer, transport: HivemindTransport
             version=atoll.__version__,
             reachable=True,
             name="bootstrap",
+            anchor=keeper.sealed,
         )
         try:
             await transport.dht.publish(key, seal_record(record, signer), EXPIRES_IN)
         except TransportError as error:
             log.write("warning", message=f"the own record was not published: {error}")
+        await keeper.turn()
         await asyncio.sleep(PUBLISH_EVERY)
 
 

@@ -550,6 +550,7 @@ def run_state(address: str, state: Path | None, prefix: str = "") -> Path:
 
 def register(app: typer.Typer) -> None:
     """Add the node-side commands to the application."""
+    from .anchor_cli import anchor
     from .manifest_cli import manifest_app
 
     app.command(rich_help_panel="Take part")(node)
@@ -558,6 +559,7 @@ def register(app: typer.Typer) -> None:
     app.command(rich_help_panel="Try it")(compare)
     app.command(rich_help_panel="Try it")(generate)
     app.command(rich_help_panel="Organise a run")(observe)
+    app.command(rich_help_panel="Organise a run")(anchor)
     app.add_typer(manifest_app, name="manifest", rich_help_panel="Organise a run")
 
 

@@ -69,6 +69,9 @@ def describe(event: dict[str, Any]) -> str | None:
         return f"round {event.get('round')}: held-out loss {_number(event, 'val_loss', '.4f')}"
     if kind == "refused":
         return f"refused {short(event.get('from'))} ({event.get('fault', 'hostile')}): {event.get('reason')}"
+    if kind == "anchor":
+        where = "which is in this peer's chain" if event.get("held") else "which is not in this peer's chain (yet)"
+        return f"the organiser anchors commit {short(event.get('commit'))} of round {event.get('round')}, {where}"
     if kind == "warning":
         return f"warning: {event.get('message')}"
     if kind == "exit":
@@ -139,7 +142,7 @@ class ConsoleEcho:
     @staticmethod
     def _style(event: dict[str, Any]) -> str | None:
         kind = event["event"]
-        if kind in ("warning", "refused", "void") or event.get("lone"):
+        if kind in ("warning", "refused", "void") or event.get("lone") or event.get("held") is False:
             return "yellow"
         return "green" if kind == "commit" else None
 

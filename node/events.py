@@ -15,6 +15,8 @@ Every line has ``t``, ``event`` and ``peer`` (see :mod:`atoll.protocol.eventlog`
                 overlap stopped: seconds for which training has stood still since the seal, at the limit of the overlap
                 and to move its parameters; with overwrite lost_tokens: of the steps made since the freeze
 ``digest``      round, outer_step, commit, digest: the state digest after that commit, hex
+``anchor``      number, commit, round, outer_step, height: the organiser's newest anchor; held: whether it is in this
+                peer's chain (a bootstrap peer has none); again when that changes
 ``evaluation``  round, outer_step, tokens, bytes, val_loss (nats per token); an observer's
 ``refused``     from, reason, fault (hostile, slow, gone): a peer that was not listened to
 ``warning``     message

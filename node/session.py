@@ -90,7 +90,7 @@ async def open_session(
         stack.push_async_callback(transport.close)
         if manifest is None:
             await transport.wait_joined(timeout)
-            manifest = await _fetch_manifest(transport, run, timeout)
+            manifest = await manifest_of(transport, run, timeout)
             admitted.append(manifest)
             _keep_manifest(folder, manifest)
         if not manifest.admits(signer.peer_id):
@@ -126,7 +126,7 @@ def _keep_manifest(folder: Path, manifest: Manifest) -> None:
     replace_file(folder / MANIFEST_FILE, to_toml(manifest).encode())
 
 
-async def _fetch_manifest(transport: HivemindTransport, run: RunAddress, timeout: float) -> Manifest:
+async def manifest_of(transport: HivemindTransport, run: RunAddress, timeout: float) -> Manifest:
     """The signed manifest from a peer of the address. Its hash must be the run id, so any peer may give it."""
     from atoll.protocol.transfer import fetch_manifest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,6 +22,10 @@ from .events import EVENT_FILE, last_events, last_head_time
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from atoll.protocol.anchor import Anchor
+    from atoll.protocol.hivemind_transport import HivemindTransport
+    from atoll.protocol.identity import Signer
+    from atoll.protocol.manifest import Manifest
     from atoll.protocol.records import Record
 
 TRAINERS = ("joining", "training", "averaging", "waiting", "finished", "leaving", "starting")
@@ -38,6 +43,14 @@ class Snapshot:
     records: tuple[Record, ...]
     refused: int
     """Records that were found and not believed."""
+    anchor: Anchor | None = None
+    """The organiser's newest anchor among them, checked."""
+    sealed: bytes = b""
+    """That anchor as it travels."""
+
+    def holds(self, record: Record) -> bool:
+        """Whether a peer says that the anchor is behind its head."""
+        return self.anchor is not None and record.anchored and record.anchor == self.sealed
 
     @property
     def best(self) -> Head:
@@ -52,6 +65,7 @@ class Snapshot:
         return {
             "run_id": self.address.run_id.hex(),
             "best": _head(best),
+            "anchor": self.anchor and {"number": self.anchor.number, "head": _head(self.anchor.head)},
             "peers": [
                 {
                     "peer": record.peer,
@@ -59,6 +73,7 @@ class Snapshot:
                     "state": record.state,
                     "head": _head(record.head),
                     "behind": best.height - record.head.height,
+                    "anchored": self.holds(record),
                     "step_time": record.step_time,
                     "tokens": record.tokens,
                     "reachable": record.reachable,
@@ -82,16 +97,31 @@ def _head(head: Head) -> dict[str, Any]:
     }
 
 
-class _Session:
+class RunClient:
     """A client of the run's DHT, with an identity that lives as long as it does."""
 
-    def __init__(self, address: RunAddress, transport: Any, signer: Any) -> None:
+    def __init__(self, address: RunAddress, transport: HivemindTransport, signer: Signer) -> None:
         self._address = address
         self._transport = transport
         self._signer = signer
+        self._manifest: Manifest | None = None
+
+    @property
+    def transport(self) -> HivemindTransport:
+        return self._transport
+
+    async def manifest(self, timeout: float) -> Manifest:
+        """The run's manifest, checked. Raises :class:`NetworkError` when no peer of the address gives it."""
+        from .session import manifest_of
+
+        if self._manifest is None:
+            manifest = await manifest_of(self._transport, self._address, timeout)
+            manifest.check_signature()
+            self._manifest = manifest
+        return self._manifest
 
     @classmethod
-    async def open(cls, address: RunAddress, folder: Path, timeout: float) -> _Session:
+    async def open(cls, address: RunAddress, folder: Path, timeout: float) -> RunClient:
         from atoll.protocol.hivemind_transport import HivemindTransport
         from atoll.protocol.identity import load_or_create_identity
         from atoll.protocol.records import RecordGate
@@ -140,7 +170,31 @@ class _Session:
                 "check that the bootstrap peer is up and the address is current"
             )
         order = sorted(records.values(), key=lambda r: (r.state not in TRAINERS, -r.tokens, r.name, r.peer))
-        return Snapshot(self._address, tuple(order), refused)
+        anchor, sealed = await self._newest(order, timeout)
+        return Snapshot(self._address, tuple(order), refused, anchor, sealed)
+
+    async def _newest(self, records: Sequence[Record], timeout: float) -> tuple[Anchor | None, bytes]:
+        """The newest anchor that these peers tell of. Who its owner is only the manifest says, so without it there is
+        none to be believed."""
+        from atoll.protocol.anchor import newer, open_anchor
+
+        newest: tuple[Anchor | None, bytes] = None, b""
+        told = {record.anchor for record in records if record.anchor}
+        if not told:
+            return newest
+        try:
+            owner = (await self.manifest(timeout)).owner
+        except NetworkError as error:
+            print(f"atoll: warning: the run's anchor cannot be checked: {error}", file=sys.stderr, flush=True)
+            return newest
+        for sealed in sorted(told):
+            try:
+                anchor = open_anchor(sealed, self._signer, self._address.run_id, owner)
+            except PeerMisbehaved:
+                continue
+            if newer(anchor, newest[0]):
+                newest = anchor, sealed
+        return newest
 
     async def close(self) -> None:
         await self._transport.close()
@@ -150,7 +204,7 @@ async def show_status(text: str, *, as_json: bool, watch: bool, every: float, ti
     """The command with an address. Raises :class:`NetworkError` (exit code 4) when nobody answers."""
     address = RunAddress.parse(text)
     with tempfile.TemporaryDirectory(prefix="atoll-status-") as folder:
-        session = await _Session.open(address, Path(folder), timeout)
+        session = await RunClient.open(address, Path(folder), timeout)
         try:
             snapshot = await session.read(timeout)
             if not watch:
@@ -223,6 +277,14 @@ def render(snapshot: Snapshot, now: float) -> RenderableType:
         if best.height
         else "nothing committed yet"
     )
+    anchor = snapshot.anchor
+    if anchor is not None:
+        held = sum(snapshot.holds(record) for record in snapshot.records)
+        of = sum(record.head.height > 0 for record in snapshot.records)
+        head += (
+            f"\nanchor: commit {anchor.head.id.hex()[:12]}, outer step {anchor.head.outer_step}, round "
+            f"{anchor.head.round}, in the chains of {held} of {of}"
+        )
     title = Text(f"run {snapshot.address.run_id.hex()[:12]}: {training} training, {head}")
     return Group(title, table)
 

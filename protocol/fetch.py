@@ -216,6 +216,11 @@ class Fetcher:
             peer for peer, offer in offers.items() if self._guide.claims(peer) and could_hold(anchor, offer.best)
         }
 
+    async def log(self, peer: PeerId, head: Head) -> list[Step]:
+        """The commits up to a head that a peer claims, as low as its log reaches, every one verified. Raises
+        :class:`TransportError`."""
+        return await self._chain(peer, head, 0)
+
     async def _offer(self, peer: PeerId) -> Heads | NetworkDown | None:
         try:
             # One limit for all of it: who answers "wait" for ever must not hold up what the others say.
@@ -248,9 +253,7 @@ class Fetcher:
             # Another fork: begin as low as they can.
             steps = await self._chain(peer, head, 0)
         ids = [step.commit.body.parent for step in steps]
-        below = await self._lineage(
-            peer, [head.id, *reversed(ids)], steps[0].commit.body.height - 1, anchor, ask
-        )
+        below = await self._lineage(peer, [head.id, *reversed(ids)], steps[0].commit.body.height - 1, anchor, ask)
         mine = next((at for at in reversed(range(len(ids))) if ids[at] in starts), None)
         held: dict[bytes, list[PeerId]] = {}
         for other, heads in offers.items():

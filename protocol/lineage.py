@@ -184,7 +184,9 @@ class Lineage:
             self.save()
             if not self._told:
                 self._told = True
-                self._warn("the organiser's anchor is so old that newcomers can no longer be shown it; a new one is due")
+                self._warn(
+                    "the organiser's anchor is so old that newcomers cannot be shown it any more; a new one is due"
+                )
 
 
 def keep_quietly(lineage: Lineage, bodies: Sequence[bytes], log: Iterable[LogEntry]) -> None:

@@ -309,9 +309,7 @@ class Store:
                 continue
             ways.append((end, head, checkpoint))
         holds = self.lineage.holds
-        ways.sort(
-            key=lambda way: (not holds(way[0].id), -way[0].weight, -way[0].height, way[0].id, -way[1].height)
-        )
+        ways.sort(key=lambda way: (not holds(way[0].id), -way[0].weight, -way[0].height, way[0].id, -way[1].height))
         for end, head, checkpoint in ways:
             replay = [entry for entry in self.log.chain(end.id) if entry.head.height > head.height]
             if checkpoint is None:

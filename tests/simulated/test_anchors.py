@@ -270,7 +270,9 @@ def test_an_anchor_older_than_anybodys_log_is_said_and_changes_nothing() -> None
     assert swarm.violations == []
     assert len(swarm.commits) == 41
     assert not any(fields["held"] for _, _, fields in swarm.named("anchor"))
-    assert [f for _, _, f in swarm.named("commit") if f["contributors"].get("sim-late", 0) > 0], "it joined all the same"
+    assert [f for _, _, f in swarm.named("commit") if f["contributors"].get("sim-late", 0) > 0], (
+        "it joined all the same"
+    )
 
 
 def test_an_anchor_that_only_some_can_place_is_shown_to_the_others() -> None:
