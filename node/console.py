@@ -70,8 +70,11 @@ def describe(event: dict[str, Any]) -> str | None:
     if kind == "refused":
         return f"refused {short(event.get('from'))} ({event.get('fault', 'hostile')}): {event.get('reason')}"
     if kind == "anchor":
-        where = "which is in this peer's chain" if event.get("held") else "which is not in this peer's chain (yet)"
-        return f"the organiser anchors commit {short(event.get('commit'))} of round {event.get('round')}, {where}"
+        held = event.get("held")
+        where = (
+            "" if held is None else f", which is {'' if held else 'not '}in this peer's chain{'' if held else ' (yet)'}"
+        )
+        return f"the organiser anchors commit {short(event.get('commit'))} of round {event.get('round')}{where}"
     if kind == "warning":
         return f"warning: {event.get('message')}"
     if kind == "exit":

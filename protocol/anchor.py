@@ -92,8 +92,13 @@ def _parse(data: bytes, sender: str | None) -> tuple[Anchor, _Sealed]:
 
 
 def newer(a: Anchor, b: Anchor | None) -> bool:
-    """Whether ``a`` replaces ``b``: the greater number; of two with one number, so that all agree, the better head."""
-    return b is None or a.number > b.number or (a.number == b.number and better(a.head, b.head))
+    """Whether ``a`` replaces ``b``: the greater number. An owner should never give one number twice; so that all agree
+    even then, the better head counts, and the greater encoding where none is."""
+    if b is None or a.number != b.number:
+        return b is None or a.number > b.number
+    if better(a.head, b.head) or better(b.head, a.head):
+        return better(a.head, b.head)
+    return encode(a) > encode(b)
 
 
 def could_hold(anchor: Anchor, head: Head) -> bool:

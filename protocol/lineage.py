@@ -94,7 +94,7 @@ class Lineage:
         self._disk.write(ANCHOR_FILE, [data, blake3(data).digest()])
 
     def adopt(self, anchor: Anchor, sealed: bytes, log: Iterable[LogEntry]) -> None:
-        """From now on this anchor counts; :meth:`save` makes it last. ``log``: all logged commits, by height."""
+        """From now on this anchor counts; :meth:`save` makes it last. ``log``: all logged commits."""
         with self._guard:
             self.anchor, self.sealed, self.root, self._told = anchor, sealed, NO_DIGEST, False
             self.rebuild(log)
@@ -107,16 +107,17 @@ class Lineage:
             self._disk.remove(ANCHOR_FILE)
 
     def rebuild(self, log: Iterable[LogEntry]) -> None:
-        """Find out anew what stands on the anchor, from the bodies kept and all logged commits, by height."""
+        """Find out anew what stands on the anchor, from the bodies kept and all logged commits."""
         with self._guard:
             self._above = set()
             if self.anchor is None:
                 return
             self._above |= {self.anchor.head.id, self.root} - {NO_DIGEST}
-            for body_id, link in sorted(self._bodies.items(), key=lambda item: item[1].height):
-                self._link(body_id, link.parent)
-            for entry in log:
-                self._link(entry.id, entry.parent)
+            # One order by height: bodies may stand on logged commits, and those on bodies.
+            known = [(link.height, body_id, link.parent) for body_id, link in self._bodies.items()]
+            known += [(entry.head.height, entry.id, entry.parent) for entry in log]
+            for _, commit_id, parent in sorted(known):
+                self._link(commit_id, parent)
 
     def _link(self, commit_id: bytes, parent: bytes) -> None:
         if parent in self._above:

@@ -8,8 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from atoll.bootstrap.anchors import ANCHOR_FILE, AnchorKeeper
 from atoll.bootstrap.entry import PORT_FILE, _keep_port, _same_port, wait_for_port
+from atoll.node.events import read_events
+from atoll.protocol.anchor import Anchor, seal_anchor
+from atoll.protocol.anchoring import exchange
 from atoll.protocol.errors import ResourceError
+from atoll.protocol.eventlog import EventLog
+from atoll.protocol.identity import Ed25519Signer, FastSigner
+from atoll.protocol.manifest import Manifest
+from atoll.protocol.messages import Head
+from atoll.protocol.simulation import SimNetwork, SimTransport
+from atoll.protocol.transport import PeerId
 
 
 def holder() -> tuple[socket.socket, str]:
@@ -40,6 +50,49 @@ def test_a_port_that_stays_taken_is_an_error_and_no_other_port() -> None:
     taken, address = holder()
     with taken, pytest.raises(ResourceError, match=r"address was published with.*--listen"):
         asyncio.run(wait_for_port(address, lambda text: None, 0))
+
+
+OWNER = FastSigner(Ed25519Signer.from_seed(bytes(32)).peer_id)
+
+
+def test_it_keeps_the_newest_anchor_over_restarts_and_hands_it_out(tmp_path: Path) -> None:
+    unsigned = Manifest.make("kept", parameters=64, theta0="00" * 32, state={"chunk": 64})
+    manifest = Manifest.from_dict(unsigned.model_dump(exclude={"signature"}) | {"owner": OWNER.peer_id})
+
+    def sealed(number: int, signer: FastSigner = OWNER) -> bytes:
+        return seal_anchor(Anchor(manifest.run_id, number, Head(b"\7" * 32, 3, 1, 4, 2)), signer)
+
+    def life(log: EventLog, brought: list[bytes]) -> list[bytes]:
+        """A bootstrap peer is started, brought these one after the other, and asked each time."""
+        network, answers = SimNetwork(seed=1), []
+        boot = network.host("boot")
+
+        async def serve(transport: SimTransport) -> None:
+            await AnchorKeeper(transport, FastSigner(transport.peer_id), manifest, tmp_path, log).start()
+            await asyncio.Event().wait()
+
+        async def visit(transport: SimTransport) -> None:
+            answers.extend([await exchange(transport, boot.peer_id, anchor) for anchor in brought])
+
+        async def main() -> None:
+            boot.run(serve)
+            await asyncio.sleep(1)
+            network.host("visitor").run(visit)
+            await asyncio.sleep(5)
+
+        network.run(main())
+        return answers
+
+    log = EventLog(tmp_path / "events.jsonl", "boot")
+    stranger = FastSigner(PeerId("stranger"))
+    first = life(log, [b"", sealed(5), sealed(4), sealed(9, stranger), b""])
+    assert first == [b"", sealed(5), sealed(5), sealed(5), sealed(5)]
+    assert life(log, [b"", sealed(6)]) == [sealed(5), sealed(6)]
+    (tmp_path / ANCHOR_FILE).write_bytes(sealed(7, stranger))
+    assert life(log, [b""]) == [b""], "what stands there without the owner's signature is nothing"
+    log.close()
+    events = [(e["event"], e.get("number")) for e in read_events(tmp_path / "events.jsonl")]
+    assert events == [("anchor", 5), ("refused", None), ("anchor", 6), ("warning", None)]
 
 
 def test_the_port_is_kept(tmp_path: Path) -> None:

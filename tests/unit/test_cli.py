@@ -19,7 +19,7 @@ from atoll.protocol.identity import Ed25519Signer
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.statefolder import StateFolder
 
-COMMANDS = ("node", "swarm", "status", "generate", "observe", "bootstrap", "manifest")
+COMMANDS = ("node", "swarm", "status", "generate", "observe", "anchor", "bootstrap", "manifest")
 PEER = Ed25519Signer.from_seed(bytes(32)).peer_id
 ADDRESS = f"atoll:{'ab' * 32}@/ip4/127.0.0.1/tcp/9/p2p/{PEER}"
 
@@ -101,6 +101,9 @@ def test_module_runs_as_a_program() -> None:
         (["status"], "address"),
         (["status", "--max-age", "3"], "--state"),
         (["node", "@/nowhere/address"], "/nowhere/address"),
+        (["anchor", ADDRESS], "--key"),
+        (["anchor", ADDRESS, "--key", "k", "--commit", "abc"], "8 to 64 hex digits"),
+        (["anchor", ADDRESS, "--key", "k", "--commit", "nothexnothex"], "8 to 64 hex digits"),
     ],
 )
 def test_usage_errors(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,6 +119,19 @@ def test_malformed_addresses(command: str, address: str, tmp_path: Path, capsys:
     assert code == 4
     assert "address" in message
     assert not (tmp_path / "xdg").exists(), "a bad address must not create a state folder"
+
+
+def test_anchor_needs_the_owners_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, message = failure(capsys, "anchor", "nonsense", "--key", "k")
+    assert code == 4
+    code, message = failure(capsys, "anchor", ADDRESS, "--key", str(tmp_path / "none"))
+    assert code == 6
+    assert "no identity file" in message
+    assert not (tmp_path / "none").exists(), "a new key would be nobody's"
+    (tmp_path / "bad").write_bytes(b"not a key")
+    code, message = failure(capsys, "anchor", ADDRESS, "--key", str(tmp_path / "bad"))
+    assert code == 6
+    assert "cannot be used" in message
 
 
 def test_address_file_with_too_much_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -13,13 +14,14 @@ from atoll.node.console import PROGRESS_EVERY, ConsoleEcho, describe, describe_p
 from atoll.node.options import LogStyle
 from atoll.node.status import Snapshot, render
 from atoll.protocol.address import RunAddress
+from atoll.protocol.anchor import Anchor
 from atoll.protocol.identity import Ed25519Signer
 from atoll.protocol.messages import GENESIS, Head
 from atoll.protocol.records import Record
 
 PEER = Ed25519Signer.from_seed(bytes(32)).peer_id
 OTHER = Ed25519Signer.from_seed(bytes([1] * 32)).peer_id
-KINDS = ["start", "state", "seal", "void", "commit", "evaluation", "refused", "warning", "exit", "new kind"]
+KINDS = ["start", "state", "seal", "void", "commit", "anchor", "evaluation", "refused", "warning", "exit", "new kind"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,9 +75,31 @@ def test_status_shows_the_best_head_and_who_has_it() -> None:
         assert word in text, word
 
 
+def test_status_shows_the_anchor_and_who_says_to_have_it() -> None:
+    shown = snapshot()
+    anchor = Anchor(bytes(32), 17, shown.best)
+    records = [msgspec.structs.replace(shown.records[0], anchor=b"sealed", anchored=True), *shown.records[1:]]
+    # One that holds an older anchor does not count.
+    records.append(msgspec.structs.replace(shown.records[0], anchor=b"older", anchored=True))
+    anchored = Snapshot(shown.address, tuple(records), 0, anchor, b"sealed")
+    out = io.StringIO()
+    Console(file=out, width=160).print(render(anchored, 103.0))
+    assert "anchor: commit 070707070707, outer step 4, round 6, in the chains of 1 of 2" in out.getvalue()
+    found = json.loads(json.dumps(anchored.to_json(103.0)))
+    assert found["anchor"] == {"number": 17, "head": found["best"]}
+    assert [peer["anchored"] for peer in found["peers"]] == [True, False, False]
+
+
+@pytest.mark.parametrize(("held", "words"), [(True, "is in this peer's chain"), (False, "is not in this peer's chain")])
+def test_an_anchor_in_words(held: bool, words: str) -> None:
+    event = {"event": "anchor", "number": 17, "commit": "ab" * 32, "round": 6, "height": 5, "held": held}
+    assert words in str(describe(event))
+
+
 def test_status_as_json() -> None:
     found = json.loads(json.dumps(snapshot().to_json(103.0)))
     assert found["best"]["outer_step"] == 4
+    assert found["anchor"] is None
     assert [peer["behind"] for peer in found["peers"]] == [0, 5]
     assert found["refused"] == 1
     assert found["peers"][0]["age"] == 3.0

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from atoll.protocol.anchor import Anchor, seal_anchor
 from atoll.protocol.averaged import hash_chunk, pack, unpack
 from atoll.protocol.calling import Calling, make_seal
 from atoll.protocol.codecs import get_codec
@@ -31,6 +32,7 @@ from atoll.protocol.messages import (
     decode,
     encode,
     hash_of,
+    head_of,
     seal_bytes,
     vote_bytes,
 )
@@ -162,6 +164,7 @@ def vectors() -> dict[str, bytes]:
         "ballot": encode(Ballot(roster, made.bodies[1], [vote])),
         "vote signature of A": made.commits[1].votes[PEERS.index(A)].signature,
         "state digest after commit 2": made.digests[1],
+        "anchor": seal_anchor(Anchor(made.rules.run_id, 1_760_000_000, head_of(made.bodies[1], commit)), A),
     }
 
 
