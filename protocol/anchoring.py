@@ -144,7 +144,8 @@ class Guide:
     """A peer's dealings with anchors: it keeps the newest on disk, says what it means, passes it on, and knows which
     claimed heads are worth a look.
 
-    events: the peer's. others: whom to tell. changed: called when claimed heads are to be looked at anew.
+    events: the peer's. others: whom to tell. changed: called when claimed heads are to be looked at anew. found:
+    called with a head on the own disk that has a new anchor behind it.
     """
 
     def __init__(
@@ -157,6 +158,7 @@ class Guide:
         events: Events,
         others: Callable[[], list[PeerId]],
         changed: Callable[[], None],
+        found: Callable[[Head], None],
         refused: Callable[[PeerId, str], None],
     ) -> None:
         self.anchors = Anchors(transport, signer, manifest, adopted=self._adopt, refused=refused)
@@ -166,6 +168,7 @@ class Guide:
         self._events = events
         self._others = others
         self._changed = changed
+        self._found = found
         self._news = Wakeup()
         self._told: tuple[bytes, bool] | None = None
         self._claims: dict[PeerId, bytes] = {}
@@ -202,6 +205,10 @@ class Guide:
                 await self._transport.offload(self._store.lineage.save)
             except ResourceError as error:
                 self._events("warning", message=f"the anchor was not written down: {error}")
+            # A chain that was left for a heavier one may still be on this disk, and be the rightful one.
+            best = await self._transport.offload(self._store.best)
+            if self.holds(best.id):
+                self._found(best)
             await self.anchors.spread(self._others())
 
     def say(self, own: Head) -> None:

@@ -155,39 +155,47 @@ class Lineage:
         """Keep canonical bodies between the anchor and the log: those that are about to leave the log, or that others
         have shown. Which of them stand on the anchor is found out from the parents they name; the others are dropped.
         """
+        fresh: dict[bytes, _Link] = {}
+        for data in bodies:
+            body, body_id = decode(data, Body), blake3(data).digest()
+            if body_id not in self._bodies:
+                # Written without the lock: whoever asks what is known must not wait for the disk.
+                name = _name_of(body.height, body_id)
+                self._disk.write(name, [data])
+                fresh[body_id] = _Link(body.height, body.parent, name, len(data))
         with self._guard:
-            for data in bodies:
-                body, body_id = decode(data, Body), blake3(data).digest()
-                if body_id not in self._bodies:
-                    name = _name_of(body.height, body_id)
-                    self._disk.write(name, [data])
-                    self._bodies[body_id] = _Link(body.height, body.parent, name, len(data))
+            self._bodies |= fresh
             self.rebuild(log)
-            self._tidy()
-
-    def _tidy(self) -> None:
-        """Remove what is not, or no longer, between the anchor and the log, and the oldest beyond the bounds."""
-        lowest = self.anchor.head.height if self.anchor is not None else 1 << 63
-        ordered = sorted(self._bodies.items(), key=lambda item: -item[1].height)
-        size = count = 0
-        root = NO_DIGEST
-        for body_id, link in ordered:
-            useful = body_id in self._above and link.height > lowest
-            size, count = size + link.size * useful, count + useful
-            if useful and size <= MAX_LINEAGE_BYTES and count <= MAX_LINEAGE:
-                continue
-            if useful and root == NO_DIGEST:
-                root = body_id
-            del self._bodies[body_id]
+            gone, root = self._superfluous()
+            for body_id in gone:
+                del self._bodies[body_id]
+            if root != NO_DIGEST:
+                self.root = root
+        for link in gone.values():
             self._disk.remove(link.name)
         if root != NO_DIGEST:
-            self.root = root
             self.save()
             if not self._told:
                 self._told = True
                 self._warn(
                     "the organiser's anchor is so old that newcomers cannot be shown it any more; a new one is due"
                 )
+
+    def _superfluous(self) -> tuple[dict[bytes, _Link], bytes]:
+        """What is not, or no longer, between the anchor and the log, and the oldest beyond the bounds; of the latter
+        the highest (zero: none)."""
+        lowest = self.anchor.head.height if self.anchor is not None else 1 << 63
+        size = count = 0
+        gone, root = {}, NO_DIGEST
+        for body_id, link in sorted(self._bodies.items(), key=lambda item: -item[1].height):
+            useful = body_id in self._above and link.height > lowest
+            size, count = size + link.size * useful, count + useful
+            if useful and size <= MAX_LINEAGE_BYTES and count <= MAX_LINEAGE:
+                continue
+            if useful and root == NO_DIGEST:
+                root = body_id
+            gone[body_id] = link
+        return gone, root
 
 
 def keep_quietly(lineage: Lineage, bodies: Sequence[bytes], log: Iterable[LogEntry]) -> None:

@@ -193,7 +193,7 @@ class Peer:
         )  # fmt: skip
         self.guide = Guide(
             transport, signer, manifest, store, events=self._events, others=lambda: list(self.directory.known),
-            changed=self._look_again, refused=self._refuse,
+            changed=self._look_again, found=self._found_on_disk, refused=self._refuse,
         )  # fmt: skip
         self.fetcher = Fetcher(
             transport, manifest, self.layout, signer, report=self._refuse, progress=self._transferred, guide=self.guide
@@ -1603,6 +1603,12 @@ class Peer:
                     self._disbelieve(peer)
         self._looking = None
         self._wake.set()
+
+    def _found_on_disk(self, head: Head) -> None:
+        """A chain that this peer has left is the organiser's."""
+        if self.guide.surpasses(head, b"", self.head):
+            self._plan = Plan(head, head, None, [], [])
+            self._wake.set()
 
     def _disbelieve(self, peer: PeerId) -> None:
         """What that peer said is not what it gives; it is asked again after a while, each time a longer one."""

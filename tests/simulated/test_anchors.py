@@ -113,6 +113,26 @@ def test_the_lighter_chain_wins_with_the_anchor_when_a_partition_heals() -> None
         assert [fields["held"] for _, who, fields in swarm.named("anchor") if who == name] == [True]
 
 
+def test_a_chain_that_all_have_left_is_taken_up_again_from_their_disks() -> None:
+    """The partition has healed, and all are on the heavier chain, when the organiser anchors the other one."""
+    swarm = build(LEFT + RIGHT, budget={"rounds": 60}, state={"checkpoint_every": 50})
+
+    async def main() -> Head:
+        right, heal = await fork(swarm)
+        heal()
+        await until(swarm, lambda: all(right.id not in chain_of(swarm, name) for name in LEFT + RIGHT), 120)
+        await until(swarm, lambda: len(set(swarm.heads().values())) == 1, 60)
+        hand_over(swarm, "p0", sealed(swarm, right))
+        await until(swarm, lambda: all(right.id in chain_of(swarm, name) for name in LEFT + RIGHT), 60)
+        height = swarm.life("p0").peer.head.height
+        await until(swarm, lambda: all(swarm.life(name).peer.head.height >= height + 3 for name in LEFT + RIGHT), 60)
+        return right
+
+    right = swarm.network.run(main())
+    assert swarm.violations == []
+    assert all(held(swarm, name) and right.id in chain_of(swarm, name) for name in LEFT + RIGHT)
+
+
 def trace(seed: int) -> list[Any]:
     swarm = build(LEFT + RIGHT, seed=seed, budget={"rounds": 60})
 
