@@ -20,6 +20,8 @@ from atoll.protocol.transport import PeerId, Transport
 
 ANCHOR_FILE = "anchor"
 """The sealed anchor, as it travels."""
+LONELY = 45.0
+"""Seconds without a record that can be believed after which a bootstrap peer looks at its clock."""
 
 
 class AnchorKeeper:
@@ -31,6 +33,8 @@ class AnchorKeeper:
         self._manifest = manifest
         self._path = folder / ANCHOR_FILE
         self._log = log
+        self._believed = transport.now()
+        """When a record of another was last read and believed."""
         self.anchors = Anchors(
             transport, signer, manifest, adopted=self._adopted,
             refused=lambda peer, reason: log.write("refused", reason=reason, fault="hostile", **{"from": peer}),
@@ -65,6 +69,10 @@ class AnchorKeeper:
             # The peers of the run keep it as well.
             self._log.write("warning", message=f"the anchor was not written down: {error.strerror}")
 
+    def lonely(self) -> bool:
+        """Whether no record of another could be believed for a while: the run may be asleep, or the own clock wrong."""
+        return self._transport.now() - self._believed > LONELY
+
     async def start(self) -> None:
         """Take and give anchors from now on."""
         await self.anchors.start()
@@ -96,5 +104,6 @@ class AnchorKeeper:
                     found[peer] = open_record(data, self._signer, run_id, self._transport.wall(), peer)
                 except PeerMisbehaved:
                     continue  # peers that use records say so
+                self._believed = self._transport.now()
                 self._transport.learn(peer, list(found[peer].addresses))
         return found

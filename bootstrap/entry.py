@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,11 +97,16 @@ async def run_bootstrap(options: BootstrapOptions) -> int:
         transport = await _open_transport(options, signer, log)
         stack.push_async_callback(transport.close)
         stack.enter_context(on_signals(stop.set))
+        from atoll.protocol.clock import ClockWatch
         from atoll.protocol.transfer import serve_manifest
 
         await serve_manifest(transport, run.toml)
         keeper = AnchorKeeper(transport, signer, run.manifest, run.folder, log)
         await keeper.start()
+        clock = ClockWatch(
+            transport, lonely=keeper.lonely, corrected=lambda: None, warn=lambda message: _warn(log, message)
+        )  # fmt: skip
+        await clock.start()
         address = run_address(run, signer, transport.addresses(), options)
         log.write(
             "start",
@@ -121,6 +125,7 @@ async def run_bootstrap(options: BootstrapOptions) -> int:
         tasks = [
             asyncio.create_task(_publish(run, signer, transport, keeper, log)),
             asyncio.create_task(_progress(transport, log)),
+            asyncio.create_task(clock.run()),
             asyncio.create_task(stop.wait()),
         ]
         try:
@@ -252,7 +257,7 @@ async def _publish(
     """Keep a record in the DHT, so that others see who serves the run, and the organiser's anchor among the peers."""
     key = dht_key(run.manifest.run_id, bucket_of(signer.peer_id))
     while True:
-        now = time.time()
+        now = transport.wall()
         record = Record(
             run=run.manifest.run_id,
             peer=signer.peer_id,

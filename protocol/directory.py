@@ -21,6 +21,8 @@ READ_EVERY = (1.0, 10.0)
 is known."""
 READ_SHARE = 0.5
 """Seconds between two readings for each peer known, where that is more: what reading costs grows with them."""
+LONELY = (2.5, 30.0)
+"""Seconds without a valid record of another after which this peer counts as alone: at the start, and later."""
 SETTLE = 1.0
 """Seconds for which a new state must last to be published: states flicker at the end of a round."""
 MAX_KNOWN = 4096
@@ -66,6 +68,26 @@ class Directory:
         self._forgotten = forgotten
         self.known: dict[PeerId, Known] = {}
         self._publish_now = Wakeup()
+        self._read_now = Wakeup()
+        self._anew = False
+        self._began = transport.now()
+        self._believed: float | None = None
+        """When a record of another was last read and believed."""
+
+    def lonely(self) -> bool:
+        """Whether no valid record of another has come for longer than one takes to be renewed."""
+        now = self._transport.now()
+        if self._believed is None:
+            return now - self._began > LONELY[0]
+        return now - self._believed > LONELY[1]
+
+    def anew(self) -> None:
+        """The wall clock is another: read all records, and publish the own one, at once."""
+        self._anew = True
+        for known in self.known.values():
+            known.raw = b""
+        self._publish_now.set()
+        self._read_now.set()
 
     def publish_soon(self) -> None:
         """Publish the own record soon: its state has changed."""
@@ -103,7 +125,8 @@ class Directory:
         while True:
             self._publish_now.clear()
             record = self._record(self._transport.wall() + EXPIRES_IN)
-            if record.state != published or self._transport.now() >= due:
+            if record.state != published or self._transport.now() >= due or self._anew:
+                self._anew = False
                 stored = await self._transport.dht.publish(key, seal_record(record, self._signer), EXPIRES_IN)
                 published, due = record.state, self._transport.now() + (PUBLISH_EVERY if stored else SETTLE)
             if await self._publish_now.wait(max(due - self._transport.now(), 0.01)):
@@ -113,11 +136,12 @@ class Directory:
         """Keep ``known`` up to date from the DHT; runs until cancelled."""
         pause = READ_EVERY[0]
         while True:
+            self._read_now.clear()
             for bucket in range(BUCKETS):
                 for peer, data in (await self._transport.dht.read(dht_key(self._manifest.run_id, bucket))).items():
                     self._take(peer, data)
             self.forget_stale()
-            await asyncio.sleep(pause)
+            await self._read_now.wait(pause)
             longest = max(READ_EVERY[1], READ_SHARE * len(self.known))
             pause = min(2 * pause, longest) if self.known else READ_EVERY[0]
 
@@ -132,7 +156,7 @@ class Directory:
         except PeerMisbehaved as error:
             self._refused(peer, str(error))
             return
-        now = self._transport.now()
+        now = self._believed = self._transport.now()
         if known is None:
             if len(self.known) >= MAX_KNOWN:
                 return

@@ -30,6 +30,7 @@ from .hivemind_import import (
     P2PContext,
     PeerID,
     ValueWithExpiration,
+    correct_dht_time,
     dht_pb2,
 )
 from .transport import Dht, PeerId
@@ -203,6 +204,7 @@ class HivemindDht(Dht):
         self._allowed = frozenset(key.to_bytes() for key in self._ids.values())
         self._validator = validator
         self._node: Any = None
+        self._corrected = 0.0
         self._storage = _Storage()
         self.joined = asyncio.Event()
         """Set while at least one other node is known."""
@@ -287,11 +289,20 @@ class HivemindDht(Dht):
         if node is not None:
             await _try_apart(node.find_nearest_nodes([node.node_id]), 30.0)
 
+    def _wall(self) -> float:
+        return time.time() + self._corrected
+
+    def correct(self, seconds: float) -> None:
+        """Go by a clock that is so many seconds ahead of this machine's."""
+        self._corrected = seconds
+        correct_dht_time(seconds)
+        self._found_at = -math.inf
+
     async def publish(self, key: str, value: bytes, expires_in: float) -> bool:
         node, key_id = self._node, self._id(key)
         if node is None:
             return False
-        expiration = time.time() + min(expires_in, MAX_EXPIRES)
+        expiration = self._wall() + min(expires_in, MAX_EXPIRES)
         packed = MSGPackSerializer.dumps(value)
         if not self._check(key_id.to_bytes(), MSGPackSerializer.dumps(self._peer_id), packed, expiration):
             log.warning("the own record under %s is not valid (%d bytes), it was not published", key, len(value))
@@ -322,7 +333,7 @@ class HivemindDht(Dht):
             async with self._refreshing:  # one search serves all who wait, and all keys
                 if not self._is_fresh(key):
                     await self._refresh()
-        now = time.time()
+        now = self._wall()
         return {peer: value for peer, (value, expiration) in self._found.get(key, {}).items() if expiration > now}
 
     def _is_fresh(self, key: str) -> bool:
@@ -406,7 +417,7 @@ class HivemindDht(Dht):
 
     def _check(self, key: bytes, subkey: bytes, value: bytes, expiration: float) -> bool:
         """Whether an entry may be kept. ``subkey`` and ``value`` as hivemind packs them (MessagePack)."""
-        if key not in self._allowed or len(value) > MAX_VALUE or not expiration <= time.time() + MAX_EXPIRES + SLACK:
+        if key not in self._allowed or len(value) > MAX_VALUE or not expiration <= self._wall() + MAX_EXPIRES + SLACK:
             return False
         try:
             peer, content = MSGPackSerializer.loads(subkey), MSGPackSerializer.loads(value)
@@ -415,7 +426,7 @@ class HivemindDht(Dht):
             if callable(self._validator):
                 return bool(self._validator(key, PeerId(peer), content, expiration))
             if isinstance(self._validator, Gate):
-                return self._validator.acceptable(key, subkey, value, expiration, time.time())
+                return self._validator.acceptable(key, subkey, value, expiration, self._wall())
             return bool(self._validator.validate(DHTRecord(key, subkey, value, expiration)))
         except Exception as error:
             log.debug("a DHT entry was refused: %r", error)

@@ -134,6 +134,7 @@ class HivemindTransport(Transport):
         self._closing: asyncio.Task[None] | None = None
         if keys is None:
             keys = [dht_key(run_id, bucket) for bucket in range(BUCKETS)]
+        self._corrected = 0.0
         self.dht = self._dht = HivemindDht(run_id, self.peer_id, keys=keys, validator=validator, client=client_mode)
 
     @classmethod
@@ -224,7 +225,14 @@ class HivemindTransport(Transport):
         return time.clock_gettime(_CLOCK)
 
     def wall(self) -> float:
-        return time.time()
+        return time.time() + self._corrected
+
+    def correct(self, seconds: float) -> None:
+        self._corrected = seconds
+        self._dht.correct(seconds)
+
+    def contacts(self) -> list[PeerId]:
+        return self.neighbours()
 
     async def open(self, peer: PeerId, protocol: str, *, timeout: float) -> Stream:
         name = self._protocol(protocol)

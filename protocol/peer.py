@@ -21,6 +21,7 @@ from .anchoring import Guide
 from .averaged import check_all
 from .calling import Calling, make_seal, unite
 from .candidates import order, rank
+from .clock import ClockWatch
 from .codecs import get_codec
 from .commitlog import LogEntry
 from .commits import (
@@ -195,6 +196,10 @@ class Peer:
             transport, signer, manifest, store, events=self._events, others=lambda: list(self.directory.known),
             changed=self._look_again, found=self._found_on_disk, refused=self._refuse,
         )  # fmt: skip
+        self.clock = ClockWatch(
+            transport, lonely=self.directory.lonely, corrected=self.directory.anew,
+            warn=lambda message: self._events("warning", message=message),
+        )  # fmt: skip
         self.fetcher = Fetcher(
             transport, manifest, self.layout, signer, report=self._refuse, progress=self._transferred, guide=self.guide
         )
@@ -286,10 +291,11 @@ class Peer:
             await self.transport.serve(REDUCE, self._serve_reduce)
             await self.donor.start()
             await self.guide.anchors.start()
+            await self.clock.start()
             if self.island is not None:
                 await self._begin_training()
             tasks = self.directory.publish(), self.directory.read(), self._report(), self._watch_clock()
-            for work in (*tasks, self.guide.keep()):
+            for work in (*tasks, self.guide.keep(), self.clock.run()):
                 self._spawn(work)
             main = loop.create_task(self._main(), name="peer")
             self._tasks[main] = None

@@ -229,6 +229,8 @@ class SimTransport(Transport):
         self.known: dict[PeerId, list[str]] = {}
         """What :meth:`learn` was told. Opening a stream does not depend on it."""
         self.closed = False
+        self.corrected = 0.0
+        """Seconds that are added to the host's wall clock."""
         self._handlers: dict[str, Callable[[Stream], Awaitable[None]]] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._waiting: list[_Dial] = []
@@ -249,7 +251,15 @@ class SimTransport(Transport):
         return self.host.monotonic()
 
     def wall(self) -> float:
-        return EPOCH + self.nic.loop.clock + self.host.clock_offset
+        return EPOCH + self.nic.loop.clock + self.host.clock_offset + self.corrected
+
+    def correct(self, seconds: float) -> None:
+        self.corrected = seconds
+
+    def contacts(self) -> list[PeerId]:
+        network = self.host.network
+        others = sorted(network.reach(self.host) - {self.host.name})
+        return [network.hosts[name].peer_id for name in others]
 
     async def open(self, peer: PeerId, protocol: str, *, timeout: float) -> Stream:
         await self._alive()

@@ -110,6 +110,14 @@ class Transport(ABC):
         """Seconds since 1970; for DHT expiry and logs only. May jump, may differ between peers."""
 
     @abstractmethod
+    def correct(self, seconds: float) -> None:
+        """From now on :meth:`wall`, and the DHT with it, is this machine's clock and so many seconds."""
+
+    @abstractmethod
+    def contacts(self) -> list[PeerId]:
+        """Some peers of the run that can be asked now, whether anything was read from the DHT or not."""
+
+    @abstractmethod
     async def open(self, peer: PeerId, protocol: str, *, timeout: float) -> Stream:
         """Open a stream to ``peer`` for the named protocol.
 
