@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from atoll.protocol.address import RunAddress
 from atoll.protocol.anchor import Anchor, newer, next_number, open_anchor, seal_anchor
 from atoll.protocol.errors import NetworkError, PeerMisbehaved, TransportError, UsageError
-from atoll.protocol.identity import Ed25519Signer, load_identity
+from atoll.protocol.identity import Signer, load_identity
 from atoll.protocol.messages import Head, better
 from atoll.protocol.transport import PeerId
 
@@ -72,7 +72,7 @@ async def anchor_run(text: str, key: Path, commit: str | None, *, as_json: bool,
 
 
 async def find(
-    transport: Transport, manifest: Manifest, signer: Ed25519Signer, snapshot: Snapshot, commit: str | None,
+    transport: Transport, manifest: Manifest, signer: Signer, snapshot: Snapshot, commit: str | None,
     timeout: float,
 ) -> Found:  # fmt: skip
     """The commit whose id begins with ``commit``, or the head that most peers report, out of a verified log.
@@ -129,7 +129,7 @@ def _only(fits: list[Head], reported: Counter[Head], wanted: str, otherwise: str
 
 
 async def _newest_of(
-    transport: Transport, manifest: Manifest, signer: Ed25519Signer, snapshot: Snapshot, address: RunAddress
+    transport: Transport, manifest: Manifest, signer: Signer, snapshot: Snapshot, address: RunAddress
 ) -> Anchor | None:
     """The newest anchor that records and well-known peers tell of: the new one has to have a greater number."""
     from atoll.protocol.anchoring import exchange
