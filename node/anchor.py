@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from atoll.protocol.manifest import Manifest
     from atoll.protocol.transport import Transport
 
-ASKED = 5
-"""Peers whose logs are looked through for a commit."""
+ASKED = 8
+"""Peers who are asked for their heads, and whose logs are looked through for a commit."""
 AT_ONCE = 16
 """Peers who are brought the anchor at once."""
 
@@ -36,7 +36,9 @@ class Found:
 
     head: Head
     reported: int
-    """Peers whose head it is."""
+    """Those of the peers asked whose head it is."""
+    asked: int
+    """Peers who said what head they have."""
 
 
 async def anchor_run(text: str, key: Path, commit: str | None, *, as_json: bool, timeout: float) -> int:
@@ -75,31 +77,42 @@ async def find(
     transport: Transport, manifest: Manifest, signer: Signer, snapshot: Snapshot, commit: str | None,
     timeout: float,
 ) -> Found:  # fmt: skip
-    """The commit whose id begins with ``commit``, or the head that most peers report, out of a verified log.
+    """The commit whose id begins with ``commit``, or the head that most of those asked have, out of a verified log.
 
     In a run that admits only listed peers nobody gives its log to this one; the listed peers' own records must do.
     Raises :class:`UsageError` when there is no such commit, :class:`NetworkError` when nobody can be asked.
     """
     from atoll.protocol.fetch import Fetcher
     from atoll.protocol.layout import ChunkLayout
+    from atoll.protocol.transfer import GetHeads, Heads, ask
 
     records = [record for record in snapshot.records if record.head.height and manifest.admits(record.peer)]
-    reported = Counter(record.head for record in records)
-    if not reported:
+    if not records:
         raise UsageError("nothing has been committed yet; anchor a commit once there is one")
-    heads = sorted(reported, key=lambda head: (-reported[head], -head.weight, -head.height, head.id))
-    if commit is None:
-        heads = heads[:1]
-    wanted = commit if commit is not None else heads[0].id.hex()
-    fits = [head for head in heads if head.id.hex().startswith(wanted)]
     if not manifest.admits(transport.peer_id):
-        return _only(fits, reported, wanted, "is the head of none of the run's peers")
-    layout = ChunkLayout(manifest.state.parameters, manifest.state.chunk)
-    fetcher = Fetcher(transport, manifest, layout, signer)
-    asked = [(PeerId(r.peer), r.head) for head in heads for r in records if r.head == head and r.reachable]
+        heads = Counter(record.head for record in records)
+        wanted = commit if commit is not None else _first(heads).id.hex()
+        fits = [head for head in heads if head.id.hex().startswith(wanted)]
+        return _only(fits, heads, wanted, "is the head of none of the run's peers")
+
     reasons: list[str] = []
+
+    async def head_of(peer: PeerId) -> tuple[PeerId, Head] | None:
+        try:
+            answer = await ask(transport, peer, GetHeads(), Heads, limit=1 << 16, patience=timeout)
+        except TransportError as error:
+            reasons.append(str(error))
+            return None
+        return (peer, answer.best) if answer.best.height else None
+
+    # Records are some seconds old; in a quick run what they name may have left the logs.
+    asked = [PeerId(record.peer) for record in records if record.reachable][:ASKED]
+    found = [answer for answer in await asyncio.gather(*map(head_of, asked)) if answer is not None]
+    heads = Counter(head for _, head in found)
+    wanted = commit if commit is not None else _first(heads).id.hex() if heads else ""
+    fetcher = Fetcher(transport, manifest, ChunkLayout(manifest.state.parameters, manifest.state.chunk), signer)
     logs = 0
-    for peer, head in asked[:ASKED]:
+    for peer, head in sorted(found, key=lambda item: not item[1].id.hex().startswith(wanted)):
         try:
             async with asyncio.timeout(timeout):
                 steps = await fetcher.log(peer, head)
@@ -109,15 +122,19 @@ async def find(
         logs += 1
         fits = [step.position.head for step in steps if step.position.head.id.hex().startswith(wanted)]
         if fits:
-            return _only(fits, reported, wanted, "")
+            return _only(fits, heads, wanted, "")
     if not logs:
-        raise NetworkError(
-            f"no peer gave its log, so the commit cannot be checked: {'; '.join(reasons) or 'none asked'}"
-        )
+        why = "; ".join(reasons) or "none that can be reached has committed anything"
+        raise NetworkError(f"no peer gave its log, so the commit cannot be checked: {why}")
     raise UsageError(
         f"commit {wanted} is not in the logs of {logs} peers, which reach back to the older of two checkpoints; "
         "anchor a newer one, or check the id"
     )
+
+
+def _first(heads: Counter[Head]) -> Head:
+    """The head that most have, of those as frequent the better one."""
+    return min(heads, key=lambda head: (-heads[head], -head.weight, -head.height, head.id))
 
 
 def _only(fits: list[Head], reported: Counter[Head], wanted: str, otherwise: str) -> Found:
@@ -125,7 +142,7 @@ def _only(fits: list[Head], reported: Counter[Head], wanted: str, otherwise: str
         raise UsageError(f"commit {wanted} {otherwise}; check the id")
     if len(fits) > 1:
         raise UsageError(f"{len(fits)} commits begin with {wanted}; give more digits")
-    return Found(fits[0], reported[fits[0]])
+    return Found(fits[0], reported[fits[0]], reported.total())
 
 
 async def _newest_of(
@@ -164,7 +181,6 @@ async def bring(transport: Transport, sealed: bytes, peers: list[PeerId], timeou
 
 def _tell(anchor: Anchor, found: Found, given: int, snapshot: Snapshot, peers: int, as_json: bool) -> None:
     head = anchor.head
-    heads = sum(record.head.height > 0 for record in snapshot.records)
     if as_json:
         fields = {
             "run_id": anchor.run.hex(), "number": anchor.number, "commit": head.id.hex(), "round": head.round,
@@ -175,7 +191,7 @@ def _tell(anchor: Anchor, found: Found, given: int, snapshot: Snapshot, peers: i
         return
     print(
         f"anchored commit {head.id.hex()[:12]} (outer step {head.outer_step}, round {head.round}), the head of "
-        f"{found.reported} of {heads} peers; {given} of {peers} have the anchor, and pass it on",
+        f"{found.reported} of {found.asked} peers asked; {given} of {peers} have the anchor, and pass it on",
         flush=True,
     )
     best = snapshot.best

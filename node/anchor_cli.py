@@ -34,7 +34,7 @@ def anchor(
         str | None,
         typer.Option(
             "--commit", "-c", metavar="ID", callback=_commit, show_default=False,
-            help="The commit, or how its id begins. [default: the head that most peers report]",
+            help="The commit, or how its id begins. [default: the head that most peers have]",
         ),
     ] = None,
     json: JsonOption = False,

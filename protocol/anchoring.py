@@ -145,7 +145,8 @@ class Guide:
     claimed heads are worth a look.
 
     events: the peer's. others: whom to tell. changed: called when claimed heads are to be looked at anew. found:
-    called with a head on the own disk that has a new anchor behind it.
+    called with a head on the own disk that has a new anchor behind it. publish: called when the own record says
+    something new.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class Guide:
         others: Callable[[], list[PeerId]],
         changed: Callable[[], None],
         found: Callable[[Head], None],
+        publish: Callable[[], None],
         refused: Callable[[PeerId, str], None],
     ) -> None:
         self.anchors = Anchors(transport, signer, manifest, adopted=self._adopt, refused=refused)
@@ -169,6 +171,7 @@ class Guide:
         self._others = others
         self._changed = changed
         self._found = found
+        self._publish = publish
         self._news = Wakeup()
         self._told: tuple[bytes, bool] | None = None
         self._claims: dict[PeerId, bytes] = {}
@@ -219,6 +222,7 @@ class Guide:
         now = self.anchors.sealed, self.holds(own.id)
         if now != self._told:
             self._told = now
+            self._publish()
             self._events(
                 "anchor", number=anchor.number, commit=anchor.head.id.hex(), round=anchor.head.round,
                 outer_step=anchor.head.outer_step, height=anchor.head.height, held=now[1],

@@ -83,11 +83,15 @@ class Directory:
 
     def anew(self) -> None:
         """The wall clock is another: read all records, and publish the own one, at once."""
-        self._anew = True
+        self.publish_anew()
         for known in self.known.values():
             known.raw = b""
-        self._publish_now.set()
         self._read_now.set()
+
+    def publish_anew(self) -> None:
+        """Publish the own record at once: it says something that others should not wait for."""
+        self._anew = True
+        self._publish_now.set()
 
     def publish_soon(self) -> None:
         """Publish the own record soon: its state has changed."""

@@ -194,7 +194,8 @@ class Peer:
         )  # fmt: skip
         self.guide = Guide(
             transport, signer, manifest, store, events=self._events, others=lambda: list(self.directory.known),
-            changed=self._look_again, found=self._found_on_disk, refused=self._refuse,
+            changed=self._look_again, found=self._found_on_disk,
+            publish=self.directory.publish_anew, refused=self._refuse,
         )  # fmt: skip
         self.clock = ClockWatch(
             transport, lonely=self.directory.lonely, corrected=self.directory.anew,
