@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ASKED = 8
 """Peers who are asked for their heads, and whose logs are looked through for a commit."""
+NOTHING = "nothing has been committed yet; anchor a commit once there is one"
 AT_ONCE = 16
 """Peers who are brought the anchor at once."""
 
@@ -86,11 +87,11 @@ async def find(
     from atoll.protocol.layout import ChunkLayout
     from atoll.protocol.transfer import GetHeads, Heads, ask
 
-    records = [record for record in snapshot.records if record.head.height and manifest.admits(record.peer)]
-    if not records:
-        raise UsageError("nothing has been committed yet; anchor a commit once there is one")
+    records = [record for record in snapshot.records if record.state != "serving" and manifest.admits(record.peer)]
     if not manifest.admits(transport.peer_id):
-        heads = Counter(record.head for record in records)
+        heads = Counter(record.head for record in records if record.head.height)
+        if not heads:
+            raise UsageError(NOTHING)
         wanted = commit if commit is not None else _first(heads).id.hex()
         fits = [head for head in heads if head.id.hex().startswith(wanted)]
         return _only(fits, heads, wanted, "is the head of none of the run's peers")
@@ -103,16 +104,23 @@ async def find(
         except TransportError as error:
             reasons.append(str(error))
             return None
-        return (peer, answer.best) if answer.best.height else None
+        return peer, answer.best
 
-    # Records are some seconds old; in a quick run what they name may have left the logs.
+    # Records are some seconds old; in a quick run what they name may have left the logs, or be less than there is.
     asked = [PeerId(record.peer) for record in records if record.reachable][:ASKED]
     found = [answer for answer in await asyncio.gather(*map(head_of, asked)) if answer is not None]
-    heads = Counter(head for _, head in found)
-    wanted = commit if commit is not None else _first(heads).id.hex() if heads else ""
+    if not found:
+        why = "; ".join(reasons) or "none that can be reached takes part"
+        raise NetworkError(f"no peer says what head it has: {why}")
+    heads = Counter(head for _, head in found if head.height)
+    if not heads:
+        raise UsageError(NOTHING)
+    wanted = commit if commit is not None else _first(heads).id.hex()
     fetcher = Fetcher(transport, manifest, ChunkLayout(manifest.state.parameters, manifest.state.chunk), signer)
     logs = 0
-    for peer, head in sorted(found, key=lambda item: not item[1].id.hex().startswith(wanted)):
+    for peer, head in sorted(
+        (item for item in found if item[1].height), key=lambda item: not item[1].id.hex().startswith(wanted)
+    ):
         try:
             async with asyncio.timeout(timeout):
                 steps = await fetcher.log(peer, head)
@@ -124,8 +132,7 @@ async def find(
         if fits:
             return _only(fits, heads, wanted, "")
     if not logs:
-        why = "; ".join(reasons) or "none that can be reached has committed anything"
-        raise NetworkError(f"no peer gave its log, so the commit cannot be checked: {why}")
+        raise NetworkError(f"no peer gave its log, so the commit cannot be checked: {'; '.join(reasons)}")
     raise UsageError(
         f"commit {wanted} is not in the logs of {logs} peers, which reach back to the older of two checkpoints; "
         "anchor a newer one, or check the id"

@@ -110,8 +110,10 @@ def test_another_peer_is_asked_when_one_does_not_answer() -> None:
 def test_nothing_is_committed_yet() -> None:
     with pytest.raises(UsageError, match="nothing has been committed yet"):
         search(None, {"a": GENESIS})
-    with pytest.raises(UsageError, match="nothing has been committed yet"):
+    with pytest.raises(NetworkError, match="no peer says what head it has"):
         search(None, {})
+    with pytest.raises(NetworkError, match="no peer says what head it has"):
+        search(None, {"a": TIP}, serving=False)
 
 
 def test_where_only_listed_peers_are_admitted_their_records_must_do() -> None:
