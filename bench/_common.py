@@ -198,7 +198,7 @@ class Memory:
     def __init__(self, peers: Sequence[Sequence[int]], base: Memory | None = None) -> None:
         """base: one whose start counts instead of now."""
         self._peers = [list(pids) for pids in peers]
-        self._base = [self._now(pids) for pids in self._peers] if base is None else base._base
+        self._base: list[int] = [self._now(pids) for pids in self._peers] if base is None else base._base
         self._peak = list(self._base)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)

@@ -304,7 +304,7 @@ class BenchPeer:
         from blake3 import blake3
 
         self.current = self.commit = None
-        digest = blake3(self.replica.params.view(np.uint8)).hexdigest()
+        digest = blake3(self.replica.params.view(np.uint8).data).hexdigest()
         np.negative(self.replica.params, out=self.replica.params)
         wrong, norm = squared_error(self.index, self.options["peers"], self.replica.params)
         return {"digest": digest, "wrong": wrong, "norm": norm}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,7 @@ def main() -> None:
     torch.set_num_threads(1)
 
     sets: dict[str, Callable[[Floats], Floats]] = {
-        name: lambda values, levels=levels, signed=signed: quantized(values, levels, signed)
-        for name, (levels, signed) in LEVELS.items()
+        name: partial(quantized, levels=levels, signed=signed) for name, (levels, signed) in LEVELS.items()
     }
     rows = [] if options.only else errors(sets)
     write_rows(options.json, rows)

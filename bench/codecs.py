@@ -99,9 +99,9 @@ def protocol_jobs(values: Any, into: Any, names: list[str]) -> Iterator[Job]:
         buffers = [bytearray(size) for size in sizes]
         yield Job(
             name, layout, sum(sizes),
-            lambda i, c=codec, b=buffers: c.encode(values[layout.span(i)], b[i]),
-            lambda i, c=codec, b=buffers: c.decode(b[i], layout.size(i), into[layout.span(i)]),
-            lambda i, c=codec, b=buffers: c.accumulate(b[i], 3.0, into[layout.span(i)]),
+            lambda i, c=codec, b=buffers: c.encode(values[layout.span(i)], b[i]),  # type: ignore[misc]
+            lambda i, c=codec, b=buffers: c.decode(b[i], layout.size(i), into[layout.span(i)]),  # type: ignore[misc]
+            lambda i, c=codec, b=buffers: c.accumulate(b[i], 3.0, into[layout.span(i)]),  # type: ignore[misc]
             exact=True,
         )  # fmt: skip
 

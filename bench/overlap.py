@@ -2,12 +2,18 @@
 
 A node's own trainer child (one thread, AdamW) trains a model of some 10M parameters while its peer goes through real
 rounds over libp2p with another one, which brings numbers but does not train: its processes are bound to the last core
-and give way to all others, since in a run they would be on another machine. Inner steps that a round in flight touches
-(from the copy at the freeze until the digest after the commit is known) are compared with all others of the same run:
-the ratio of the medians, of the means, and of the medians of the processor time that a step took, which other load on
-the machine changes least. ``peer CPU s`` is what the peer and its p2p daemon used in a whole round, training not
-included. ``copy`` is one copy of the parameters between the same two memories, measured after the run; ``freeze`` and
-``move`` are how long training stood still in a round, at the contribution and at the commit.
+and give way to all others, since in a run they would be on another machine. The trainer has the first core, and its
+peer and p2p daemon the others (``--free`` binds none of these): the scheduler of a machine with a core to spare finds
+that by itself, but not beside the second peer.
+
+Inner steps that a round in flight touches (from the copy at the freeze until the digest after the commit is known) are
+compared with all others of the same run: the ratio of the medians, of the means, and of the medians of the processor
+time that a step took, which other load on the machine changes least. ``busy`` is what the bare presence of work costs
+on this machine: the same steps, with no round, while the last core runs a loop that touches no memory, over those while
+it rests. ``peer CPU s`` is what the peer and its p2p daemon used in a whole round, training not included. ``copy`` is
+one copy of the parameters between the same two memories, measured after the run, each time after other memory has been
+through the caches, as inner steps do; ``freeze`` and ``move`` are how long training stood still in a round, at the
+contribution and at the commit.
 
 With ``--fragments`` the model is averaged in so many parts, in turn; ``peak MB`` is what a peer sends in the largest
 round. First on loopback, where a round is as dense as it can be, then behind links of so many Mbit/s (needs root).
@@ -46,11 +52,13 @@ COLUMNS = [
     ("fragments", "fragments", "d"), ("rounds", "rounds", "d"), ("peak_mb", "peak MB", ".2f"),
     ("flight", "in flight s", ".2f"), ("inside", "steps in", "d"), ("outside", "steps out", "d"),
     ("step_ms", "step ms", ".1f"), ("ratio", "in/out, median", ".3f"), ("mean_ratio", "mean", ".3f"),
-    ("cpu_ratio", "CPU", ".3f"), ("peer_cpu", "peer CPU s", ".2f"),
+    ("cpu_ratio", "CPU", ".3f"), ("busy_ratio", "busy", ".3f"), ("peer_cpu", "peer CPU s", ".2f"),
     ("copy_ms", "copy ms", ".1f"), ("freeze_ms", "freeze ms", ".1f"), ("move_ms", "move ms", ".1f"),
 ]  # fmt: skip
 POLL = 0.004
 """Seconds between two looks at the trainer's counters."""
+BESIDE = 4.0
+"""Seconds of each turn with and without a loop on the last core."""
 
 
 class Watched(TrainerProcess):
@@ -130,13 +138,21 @@ class Idle(Island):
 def peer_main(connection: Connection, index: int, options: dict[str, Any]) -> None:
     """Entry of a peer's process: 0 trains, 1 does not. Answers its addresses, then takes the other's and runs."""
     die_with_parent()
-    if index and hasattr(os, "sched_setaffinity"):
+    cores = _cores()
+    if index and cores:
         os.setsid()
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        os.sched_setaffinity(0, cores[-1:])
         give_way(os.getpid())
+    elif options["bind"]:
+        os.sched_setaffinity(0, cores[1:])  # and so whatever it starts, the trainer for a moment included
     if options["namespaces"]:
         enter(options["namespaces"][index])  # before any thread is started
     asyncio.run(_peer(connection, index, options))
+
+
+def _cores() -> list[int]:
+    """The cores this process may use, where it can be bound to some of them."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def give_way(pid: int) -> None:
@@ -191,6 +207,9 @@ async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> 
             )  # fmt: skip
             assert isinstance(trainer, Watched)
             island = trainer
+            if options["bind"]:
+                for thread in os.listdir(f"/proc/{trainer.pid}/task"):
+                    os.sched_setaffinity(int(thread), options["bind"][:1])
             transport.use_threads(min((os.cpu_count() or 1) - trainer.threads, 2))  # as a node does
         store = Store.open(folder / "store", manifest.run_id, layout)
 
@@ -209,6 +228,7 @@ async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> 
         order, addresses = await asyncio.to_thread(connection.recv)
         assert order == "run"
         watching = asyncio.create_task(island.watch_steps()) if isinstance(island, Watched) else None
+        busy = await beside_a_loop(island) if isinstance(island, Watched) and options["bind"] else None
         if index:
             transport.learn(addresses[0].rsplit("/p2p/", 1)[1], [a.rsplit("/p2p/", 1)[0] for a in addresses])
         await peer.run()
@@ -217,6 +237,7 @@ async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> 
             watching.cancel()
             answer = judge(island, flights) | {
                 "params": layout.parameters,
+                "busy_ratio": busy,
                 "copy_ms": 1000 * copying(island),
                 "peak_mb": max(b - a for a, b in pairwise(sent[2:])) / 1e6,
                 "peer_cpu": (spent[-1] - spent[2]) / (len(spent) - 3),
@@ -227,11 +248,35 @@ async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> 
         connection.send((True, answer))
 
 
+async def beside_a_loop(island: Watched) -> float:
+    """Inner steps while the last core runs a loop that touches no memory, over those while it rests; medians."""
+    island.lease([Span(0, 1_000_000)])
+    await island.resume(reload=True, spent=1.0, outer_step=0)
+    found: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(6):
+        loop = None
+        if turn % 2:
+            loop = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
+            os.sched_setaffinity(loop.pid, _cores()[-1:])
+        island.steps.clear()
+        await asyncio.sleep(BESIDE)
+        found[turn % 2 == 1] += [end - begin for begin, end, _ in island.steps[1:]]
+        if loop is not None:
+            loop.kill()
+            await loop.wait()
+    await island.freeze()
+    island.revoke()
+    island.steps.clear()
+    return statistics.median(found[True]) / statistics.median(found[False])
+
+
 def copying(island: Watched) -> float:
     """Seconds of one copy of the parameters, the median of some."""
     assert island.frozen is not None
     times = []
+    other = np.zeros(1 << 24, np.float32)
     for _ in range(15):
+        other += np.float32(1)
         began = time.perf_counter()
         np.copyto(island.frozen, island.local)
         times.append(time.perf_counter() - began)
@@ -270,16 +315,17 @@ def judge(island: Watched, digests: Sequence[float]) -> Row:
 def measure(mbit: float, options: argparse.Namespace) -> Row:
     """One run; ``mbit`` 0: loopback."""
     with ExitStack() as stack:
-        network = stack.enter_context(Network(2, mbit, 0.0)) if mbit else None
+        network = stack.enter_context(Network([mbit] * 2, 0.0)) if mbit else None
         setup: dict[str, Any] = {
             "steps": options.steps, "overlap": options.overlap, "rounds": options.rounds, "codec": options.codec,
             "fragments": options.fragments, "hosts": network.addresses if network else ["127.0.0.1"] * 2, "seeds": [],
             "namespaces": network.names if network else [],
+            "bind": [] if options.free or len(_cores()) < 2 else _cores(),
         }  # fmt: skip
         crew = stack.enter_context(Crew(peer_main, 2, setup))
         greetings = crew.greetings()
         patience = 600.0
-        answers = crew.ask("run", each=[greetings[1], greetings[0]], patience=patience)
+        answers: list[Row] = crew.ask("run", each=[greetings[1], greetings[0]], patience=patience)
     told = {"mbit": mbit or None, "codec": options.codec, "fragments": options.fragments}
     return answers[0] | told | {"millions": answers[0]["params"] / 1e6}
 
@@ -292,6 +338,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=12, help="of each fragment")
     parser.add_argument("--fragments", type=int, default=1, help="parts of the model that are averaged in turn (P)")
     parser.add_argument("--codec", default="int8")
+    parser.add_argument("--free", action="store_true", help="leave it to the scheduler where the trainer's peer runs")
     parser.add_argument("--json", type=Path, help="write the rows there")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces go whatever ends us

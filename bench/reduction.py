@@ -155,7 +155,7 @@ def hivemind_peer(connection: Connection, index: int, peers: int, params: int, c
     mp.set_start_method("fork", force=True)  # hivemind cannot be started in any other way
     span = mp.Array("d", 2)
 
-    class Timed(hivemind.DecentralizedAverager):
+    class Timed(hivemind.DecentralizedAverager):  # type: ignore[misc]
         async def _aggregate_with_group(self, *arguments: Any, **more: Any) -> Any:
             span[0] = time.monotonic()
             try:
@@ -303,4 +303,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
