@@ -11,7 +11,7 @@ class Hosts(Network):
     """``count`` hosts on one switch. Links are named by the number of their host."""
 
     def __init__(self, count: int) -> None:
-        super().__init__(count, 1000, 0.0)
+        super().__init__([1000.0] * count, 0.0)
 
     def network(self, host: int) -> str | None:
         return self.names[host]
@@ -40,4 +40,4 @@ class Hosts(Network):
         _run("ip", "-n", f"{self._own}s", "link", "set", f"port{host}", "up")
         for chain in ("INPUT", "OUTPUT"):
             _run("ip", "netns", "exec", self.names[host], "iptables", "-F", chain)
-        self.slow(host, self._mbit)
+        self.slow(host, self._mbit[host])

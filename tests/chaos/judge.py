@@ -104,7 +104,8 @@ def replay(
     Returns what is wrong, and the state digest after each commit."""
     layout = manifest.layout
     state, codec = GlobalState.fresh(layout, start), get_codec(manifest.codec.name)
-    replica, digests = Replica(manifest, layout, codec, state), {}
+    replica = Replica(manifest, layout, codec, state)
+    digests: dict[bytes, str] = {}
     for commit_id, commit, chunks in zip(chain.ids, chain.commits, chain.chunks, strict=True):
         body = commit.body
         try:
@@ -208,7 +209,7 @@ def waits(slots: list[Slot], strikes: list[Strike], quorum: int) -> tuple[list[s
     That is (v + 1)·(D + 3T) for v void rosters, and the inner phase, of which three are allowed: machines are shared.
     A roster sealed after the fault may have the victim again, when it has come back by then.
     """
-    commits, seals, voids, bounds = [], {}, defaultdict(list), []
+    commits, seals, voids, bounds = [], dict[Any, float](), defaultdict(list), []
     for slot in slots:
         for life in slot.lives:
             for event in life.process.events:

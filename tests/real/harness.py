@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,7 @@ def text_folder(folder: Path) -> Path:
     return folder
 
 
-def small_manifest(data: Path, **sections: Mapping[str, Any]) -> Manifest:
+def small_manifest(data: Path, **sections: Any) -> Manifest:
     """A signed manifest of a run whose rounds take a second or two."""
     rules = {"inner_steps": STEPS, "silence": SILENCE, **sections.pop("round", {})}
     state = {"chunk": 4096, "checkpoint_every": 4, **sections.pop("state", {})}

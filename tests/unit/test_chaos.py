@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from bench._network import Unavailable, round_trip
 
 from atoll.protocol.identity import FastSigner
 
 from ..chaos import judge
 from ..chaos.field import Life, Slot, Strike
+from ..chaos.hosts import Hosts
 from ..chaos.schedule import KINDS, schedule
 from ..simulated.swarm import Swarm, manifest, start_params
 
@@ -124,3 +129,40 @@ def test_a_replay_finds_every_change() -> None:
     assert len(replay(chunks, [*commits[:-1], commits[-2]])) == 1
     doubled = [*commits, commits[-1]]
     assert judge.samples(swarm.manifest, judge.Chain(ids, doubled, chunks), 10)[0] != []
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="network namespaces need root")
+def test_hosts_are_built_hurt_mended_and_gone() -> None:
+    try:
+        with Hosts(2) as hosts:
+            names = list(hosts.names)
+            hosts.cut(0)
+            hosts.mute(1, hears=True)
+            hosts.slow(1, 5.0)
+            for host in range(2):
+                hosts.mend(host)
+            assert reaches(hosts)
+            assert all(Path("/run/netns", name).exists() for name in names)
+    except Unavailable as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    assert not any(Path("/run/netns", name).exists() for name in names)
+
+
+LISTEN = """
+import socket, sys
+with socket.create_server((sys.argv[1], 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    server.settimeout(10)
+    for _ in range(5):
+        server.accept()[0].close()
+"""
+
+
+def reaches(hosts: Hosts) -> bool:
+    """Whether host 0 can connect to host 1."""
+    within = ["ip", "netns", "exec"]
+    command = [*within, hosts.names[1], sys.executable, "-c", LISTEN, hosts.addresses[1]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        return round_trip(hosts, 0, f"/ip4/{hosts.addresses[1]}/tcp/{port}") < 5
