@@ -526,6 +526,8 @@ class TrainerProcess(Island):
         # it writes nothing before its first order
         self._settle()
         counters = self._memory.read()
+        # a revoke while there was no child was heard by none
+        counters.epoch, counters.drawn = self._epoch, 0
         counters.micro_batch = ready.micro_batch
         self._memory.write(counters)
         self._writer, self._failure, self._alone = writer, None, False

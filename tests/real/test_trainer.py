@@ -247,6 +247,23 @@ def test_what_the_child_counts_meanwhile_is_never_overwritten(monkeypatch: pytes
     run(body, device="cpu")
 
 
+def test_a_revoke_between_two_children_is_known_to_the_next() -> None:
+    async def body(island: TrainerProcess, events: Events) -> None:
+        island.lease([Span(0, 40)])
+        await island.resume(reload=True, spent=1, outer_step=0)
+        await until(lambda: island.progress().steps == 10)
+        assert island.pid is not None
+        os.kill(island.pid, signal.SIGKILL)
+        await until(lambda: island.restarts == 1)
+        island.revoke()
+        island.lease([Span(100, 20)])
+        assert island.progress().leased == 20
+        await until(lambda: island.progress().steps == 15)
+        assert island.progress().leased == 0, "used samples count as used"
+
+    run(body, device="cpu")
+
+
 @pytest.mark.parametrize("heard", [True, False], ids=["heard", "unheard"])
 def test_what_a_commit_took_is_off_once_though_the_child_dies(heard: bool) -> None:
     async def body(island: TrainerProcess, events: Events) -> None:
