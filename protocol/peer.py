@@ -702,9 +702,10 @@ class Peer:
 
     def _live(self) -> dict[PeerId, Report]:
         """Peers at this head whose reports are fresh; the own one included."""
+        head, now, silence = self.head, self.transport.now(), self._silence
         live = {
             peer: report for peer, (report, at) in self._reports.items()
-            if report.head == self.head and self.transport.now() < self._gone_at(peer, at)
+            if report.head == head and (now < at + silence or now < self._gone_at(peer, at))
         }  # fmt: skip
         if self.island is not None:
             live[self.transport.peer_id] = self._own_report()
@@ -731,9 +732,11 @@ class Peer:
                 return self._reached(ready + 3 * self._silence + self._grace())
         return True
 
-    def _grace(self) -> float:
-        """Seconds for which a coordinator waits for the late: a share of what the inner steps take."""
-        times = sorted(report.step_time for report in self._live().values() if report.step_time > 0)
+    def _grace(self, live: dict[PeerId, Report] | None = None) -> float:
+        """Seconds for which a coordinator waits for the late: a share of what the inner steps take. ``live`` as from
+        :meth:`_live`, if that is known."""
+        live = self._live() if live is None else live
+        times = sorted(report.step_time for report in live.values() if report.step_time > 0)
         if not times:
             return 0.0
         # The lower median, and at most a few times the own pace: nobody stretches it by what it says of itself.
@@ -747,7 +750,8 @@ class Peer:
         when somebody has no samples and the next round is not near."""
         rules, now = self.manifest.round, self.transport.now()
         # Who does not answer calls makes no quorum, whatever it reports.
-        live = {peer: report for peer, report in self._live().items() if not self._is_put_off(self._deaf, peer)}
+        everyone = self._live()
+        live = {peer: report for peer, report in everyone.items() if not self._is_put_off(self._deaf, peer)}
         if len(live) > 1:
             self._alone_since = now
         elif not self._reached(self._alone_since + 3 * self._silence):
@@ -773,7 +777,7 @@ class Peer:
         if not trainers:
             # Nobody has samples yet. Give those who are just starting a moment.
             return Due.ROUND if self._reached(self._quorum_since + self._silence / 5) else None
-        over = self._quorum_since + self._grace()
+        over = self._quorum_since + self._grace(everyone)
         late = [
             peer for peer, report in live.items()
             if (report.leased or report.tokens) and not report.ready and (report.eta or over - now) <= over - now

@@ -40,6 +40,10 @@ class _Gone(GeneratorExit):
     """Raised into code of the dead that is being closed when it asks the loop for anything."""
 
 
+def _never() -> bool:
+    return False
+
+
 def current_process() -> SimProcess | None:
     """The simulated process whose code is running, or None (a test's own code, the network)."""
     return _PROCESS.get()
@@ -58,7 +62,6 @@ class SimHandle(asyncio.TimerHandle):
         self.arguments = arguments
         self.loop: SimLoop | None = None
         self.context = context
-        self.time = loop.clock
         self._cancelled = False
 
     def cancel(self) -> None:
@@ -73,6 +76,7 @@ class SimHandle(asyncio.TimerHandle):
         return self._cancelled
 
     def when(self) -> float:
+        """The virtual time of a timer."""
         return self.time
 
     def __hash__(self) -> int:
@@ -82,7 +86,8 @@ class SimHandle(asyncio.TimerHandle):
         return self is other
 
     def __repr__(self) -> str:
-        return f"<SimHandle {'cancelled' if self._cancelled else self.callback!r} at {self.time:.6f}>"
+        when = f" at {self.time:.6f}" if hasattr(self, "time") else ""
+        return f"<SimHandle {'cancelled' if self._cancelled else self.callback!r}{when}>"
 
 
 class SimTask(asyncio.Task[Any]):
@@ -210,7 +215,9 @@ class SimLoop(asyncio.AbstractEventLoop):
     def call_later(
         self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> SimHandle:
-        return self.call_at(self.clock + delay, callback, *args, context=context)
+        handle = SimHandle(callback, args, self, copy_context() if context is None else context)
+        self._schedule(self.clock + delay, handle)
+        return handle
 
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
@@ -334,69 +341,67 @@ class SimLoop(asyncio.AbstractEventLoop):
         events._set_running_loop(self)
         sys.set_asyncgen_hooks(finalizer=self._finalize_generator)
         try:
-            while not self._stopping and not (main is not None and main.done()):
-                self._advance(main, limit)
-                self._run_ready()
+            self._turn(main, limit)
         finally:
             sys.set_asyncgen_hooks(*hooks)
             events._set_running_loop(None)
             self._running = False
 
-    def _advance(self, main: asyncio.Future[Any] | None, limit: float | None) -> None:
-        """Move what is due to the ready queue; when nothing is, jump to the next timer."""
-        ready, timers, pop = self._ready, self._timers, heapq.heappop
-        while timers and timers[0][2]._cancelled:
-            pop(timers)
-            self._cancelled_timers -= 1
-        if not ready:
-            if not timers:
-                raise SimulationError(f"deadlock at {self.clock:.6f} s: nothing is due any more{self._report(main)}")
-            when = timers[0][0]
-            if when > self.clock:
-                if limit is not None and when > limit:
-                    raise SimulationError(f"not done after {limit:g} virtual seconds{self._report(main)}")
-                self.clock = when
-                self._spins = 0
-        self._spins += 1
-        if self._spins > _SPIN_LIMIT:
-            raise SimulationError(
-                f"the clock stands still at {self.clock:.6f} s: some task spins (sleep(0) in a loop?)"
-                f"{self._report(main)}"
-            )
-        clock = self.clock
-        while timers and timers[0][0] <= clock:
-            handle = pop(timers)[2]
-            if handle._cancelled:
-                self._cancelled_timers -= 1
-            else:
-                handle.loop = None
-                ready.append(handle)
-
-    def _run_ready(self) -> None:
-        ready = self._ready
-        count = len(ready)
-        self.callbacks += count
-        take, owner = ready.popleft, _PROCESS
-        for _ in range(count):
-            handle = take()
-            if handle._cancelled:
-                continue
-            context = handle.context
-            try:
-                if context is None:
-                    handle.callback(*handle.arguments)  # type: ignore[misc]
+    def _turn(self, main: asyncio.Future[Any] | None, limit: float | None) -> None:
+        """Again and again: jump to the next timer when nothing is ready, and run what is. One function, since all that
+        a simulated hour costs passes through it."""
+        ready, timers, pop, owner = self._ready, self._timers, heapq.heappop, _PROCESS
+        take, put = ready.popleft, ready.append
+        done = _never if main is None else main.done
+        while not self._stopping and not done():
+            if not ready:
+                while timers and timers[0][2]._cancelled:
+                    pop(timers)
+                    self._cancelled_timers -= 1
+                if not timers:
+                    raise SimulationError(f"deadlock at {self.clock:.6f} s: nothing is due any more{self._report(main)}")
+                when = timers[0][0]
+                if when > self.clock:
+                    if limit is not None and when > limit:
+                        raise SimulationError(f"not done after {limit:g} virtual seconds{self._report(main)}")
+                    self.clock = when
+                    self._spins = 0
+            self._spins += 1
+            if self._spins > _SPIN_LIMIT:
+                raise SimulationError(
+                    f"the clock stands still at {self.clock:.6f} s: some task spins (sleep(0) in a loop?)"
+                    f"{self._report(main)}"
+                )
+            clock = self.clock
+            while timers and timers[0][0] <= clock:
+                handle = pop(timers)[2]
+                if handle._cancelled:
+                    self._cancelled_timers -= 1
+                else:
+                    handle.loop = None
+                    put(handle)
+            count = len(ready)
+            self.callbacks += count
+            for _ in range(count):
+                handle = take()
+                if handle._cancelled:
                     continue
-                process = context.get(owner)
-                if process is not None and process.state != RUNNING:
-                    if process.state == FROZEN:
-                        process.backlog.append(handle)
-                    continue
-                context.run(handle.callback, *handle.arguments)  # type: ignore[arg-type]
-            except (SystemExit, KeyboardInterrupt):
-                raise
-            except BaseException as error:
-                message = f"exception in callback {handle.callback!r}"
-                self.call_exception_handler({"message": message, "exception": error, "handle": handle})
+                context = handle.context
+                try:
+                    if context is None:
+                        handle.callback(*handle.arguments)  # type: ignore[misc]
+                        continue
+                    process = context.get(owner)
+                    if process is not None and process.state != RUNNING:
+                        if process.state == FROZEN:
+                            process.backlog.append(handle)
+                        continue
+                    context.run(handle.callback, *handle.arguments)  # type: ignore[arg-type]
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    message = f"exception in callback {handle.callback!r}"
+                    self.call_exception_handler({"message": message, "exception": error, "handle": handle})
 
     def _report(self, main: asyncio.Future[Any] | None) -> str:
         lines = []

@@ -53,6 +53,7 @@ Validator = Callable[[str, PeerId, bytes], bool]
 
 _log = logging.getLogger(__name__)
 _FRAME = struct.Struct("<dIQ?")
+_HASH_AT_ONCE = 1 << 16
 
 
 class Trace:
@@ -65,6 +66,8 @@ class Trace:
     def __init__(self, loop: SimLoop, *, keep: bool = False) -> None:
         self._loop = loop
         self._hash = blake3()
+        self._hashed = bytearray()
+        """What is yet to be hashed: many small pieces cost more than one large one."""
         self.keep = keep
         self.records: list[tuple[float, str, tuple[Any, ...]]] = []
         self.hook: Callable[[float, str, tuple[Any, ...]], None] | None = None
@@ -75,7 +78,7 @@ class Trace:
         if self._loop.is_closing():
             return  # the run is over; what its remains do is no part of it
         now = self._loop.clock
-        self._hash.update(f"{now!r} {kind} {fields!r}\n".encode())
+        self._hashed += f"{now!r} {kind} {fields!r}\n".encode()
         self._note(now, kind, fields)
 
     def frame(self, wire: int, back: bool, source: str, target: str, frame: bytes) -> None:
@@ -83,7 +86,10 @@ class Trace:
         if self._loop._closing:
             return
         now = self._loop.clock
-        self._hash.update(_FRAME.pack(now, wire, len(frame), back) + frame)
+        self._hashed += _FRAME.pack(now, wire, len(frame), back)
+        self._hashed += frame
+        if len(self._hashed) > _HASH_AT_ONCE:
+            self._flush()
         if self.keep or self.hook is not None:
             self._note(now, "frame", (source, target, wire, len(frame)))
 
@@ -93,7 +99,12 @@ class Trace:
         if self.hook is not None:
             self.hook(now, kind, fields)
 
+    def _flush(self) -> None:
+        self._hash.update(self._hashed)
+        self._hashed.clear()
+
     def hexdigest(self) -> str:
+        self._flush()
         return str(self._hash.hexdigest())
 
 
@@ -248,7 +259,7 @@ class SimTransport(Transport):
             await self.nic.loop.create_future()
 
     def now(self) -> float:
-        return self.host.monotonic()
+        return self.nic.loop.clock + self.host.boot_offset  # as SimHost.monotonic, without a call
 
     def wall(self) -> float:
         return EPOCH + self.nic.loop.clock + self.host.clock_offset + self.corrected
