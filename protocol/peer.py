@@ -688,10 +688,10 @@ class Peer:
 
     async def _watch_clock(self) -> None:
         """When this process was held up (suspended, starved), silence proves nothing: reset, and ask for heads."""
-        step, never = self._silence / 5, Wakeup()
+        step = self._silence / 5
         while True:
             before = self.transport.now()
-            await never.wait(step)
+            await asyncio.sleep(step)
             late = self.transport.now() - before - step
             if late > self._silence / 2:
                 self._events("warning", message=f"this process was held up for {late:.1f} s; it asks for the head")

@@ -28,8 +28,10 @@ PARALLEL_BYTES = 32 << 20
 def spread(work: Callable[[int], T], items: Sequence[int], size: int, *, spare: int = 0) -> list[T]:
     """``work`` of each item, over several threads where they pay. ``size``: bytes that an item stands for; ``spare``:
     cores that are left alone, for whoever trains there meanwhile."""
+    if len(items) * size < PARALLEL_BYTES:
+        return [work(item) for item in items]  # and the cores are not even counted, which is a system call
     workers = min(len(items), 8, max((os.cpu_count() or 1) - spare, 1))
-    if workers < 2 or len(items) * size < PARALLEL_BYTES:
+    if workers < 2:
         return [work(item) for item in items]
     with ThreadPoolExecutor(workers, thread_name_prefix="state") as pool:
         return list(pool.map(work, items))
