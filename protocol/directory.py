@@ -67,6 +67,7 @@ class Directory:
         self._told = told
         self._forgotten = forgotten
         self.known: dict[PeerId, Known] = {}
+        self._candidates: list[PeerId] | None = None
         self._publish_now = Wakeup()
         self._read_now = Wakeup()
         self._anew = False
@@ -104,6 +105,7 @@ class Directory:
         if known is None:
             if len(self.known) < MAX_KNOWN:
                 self.known[peer] = Known(None, now, now)
+                self._candidates = None
                 self._changed()
         else:
             known.seen = now
@@ -113,14 +115,18 @@ class Directory:
         limit = self._transport.now() - 2 * EXPIRES_IN
         for peer in [peer for peer, known in self.known.items() if known.seen < limit]:
             del self.known[peer]
+            self._candidates = None
             self._forgotten(peer)
 
     def candidates(self) -> list[PeerId]:
-        """Others who may lead or join a round, oldest acquaintance first."""
-        return [
-            peer for peer, known in self.known.items()
-            if known.record is None or known.record.state in CANDIDATE_STATES
-        ]  # fmt: skip
+        """Others who may lead or join a round, oldest acquaintance first. The same list until that changes, which is
+        not for the caller to write."""
+        if self._candidates is None:
+            self._candidates = [
+                peer for peer, known in self.known.items()
+                if known.record is None or known.record.state in CANDIDATE_STATES
+            ]  # fmt: skip
+        return self._candidates
 
     async def publish(self) -> None:
         """Keep the own record in the DHT; runs until cancelled."""
@@ -165,9 +171,12 @@ class Directory:
             if len(self.known) >= MAX_KNOWN:
                 return
             self.known[peer] = Known(record, now, now, data)
+            self._candidates = None
             self._changed()
         elif known.record is None or record.issued >= known.record.issued:
             fresh = known.record is None or record.issued > known.record.issued
+            if known.record is None or known.record.state != record.state:
+                self._candidates = None
             known.record, known.raw = record, data
             if fresh:
                 known.seen = now

@@ -156,6 +156,9 @@ def encode(value: Any) -> bytes:
     return _ENCODER.encode(value)
 
 
+_REMEMBERED = 1 << 16
+"""Bytes of the encoding of the largest object whose hash is remembered."""
+_HASHED: list[tuple[Any, bytes] | None] = [None] * 61
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODERS: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
@@ -173,8 +176,19 @@ def decode(data: bytes, kind: type[T], peer: str | None = None) -> T:
 
 
 def hash_of(value: Any) -> bytes:
-    """BLAKE3 (32 bytes) of the canonical encoding: roster id of a :class:`Seal`, commit id of a :class:`Body`."""
-    return blake3(encode(value)).digest()
+    """BLAKE3 (32 bytes) of the canonical encoding: roster id of a :class:`Seal`, commit id of a :class:`Body`.
+
+    Remembered for a few objects, which nobody may change afterwards: one body is asked for its id again and again.
+    """
+    slot = (id(value) >> 4) % len(_HASHED)
+    known = _HASHED[slot]
+    if known is not None and known[0] is value:
+        return known[1]
+    data = encode(value)
+    digest = blake3(data).digest()
+    if len(data) <= _REMEMBERED:
+        _HASHED[slot] = (value, digest)
+    return digest
 
 
 def vote_bytes(commit_id: bytes) -> bytes:

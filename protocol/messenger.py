@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from .control import Control
 from .errors import NetworkDown, PeerMisbehaved, PeerUnreachable, TransportError
@@ -15,8 +16,30 @@ from .transport import PeerId, Stream, Transport
 PROTOCOL = "control/1"
 MAX_HEARD = 8192
 """Peers of whom it is remembered when they were heard: more than are known at once; ids cost nothing."""
+_LARGE, _LARGEST = 512, 1 << 16
+"""Bytes of messages that are remembered: below, remembering costs more than it saves; above, memory."""
 QUEUE_LIMIT = 256
 """Messages kept for a peer that takes none; beyond it the oldest go first, since news replaces news."""
+
+
+_NEVER = float("-inf")
+
+
+def _read(data: bytes, peer: PeerId) -> Control:
+    """Decode and validate a message. Raises :class:`PeerMisbehaved`, attributed to ``peer``."""
+    if not _LARGE < len(data) <= _LARGEST:
+        return decode(data, Control, peer)  # type: ignore[arg-type,no-any-return]
+    try:
+        return _read_again(data)
+    except PeerMisbehaved as error:
+        raise PeerMisbehaved(str(error), peer) from None
+
+
+@lru_cache(maxsize=256)
+def _read_again(data: bytes) -> Control:
+    """What names a whole roster comes in the same bytes several times: a commit by each herald, and all that is sent to
+    everyone by the peers of a simulation."""
+    return decode(data, Control)  # type: ignore[arg-type,no-any-return]
 
 
 def message_limit(chunks: int) -> int:
@@ -34,8 +57,6 @@ class _Link:
     stream: Stream | None = None
     used: bool = False
     """Whether anything was sent since the sender last looked."""
-    failed_at: float | None = None
-    """When the last attempt to reach the peer failed, until one succeeds."""
 
 
 class Messenger:
@@ -70,6 +91,8 @@ class Messenger:
         self._links: dict[PeerId, _Link] = {}
         self._streams: dict[PeerId, dict[int, Stream]] = {}
         self._last_heard: dict[PeerId, float] = {}
+        self._failed: dict[PeerId, float] = {}
+        """When the last attempt to reach a peer failed, until one succeeds."""
         self.epoch = float("-inf")
         """When silence was last forgiven (see :meth:`forgive`)."""
 
@@ -81,6 +104,7 @@ class Messenger:
         """End all links; what is queued is dropped, and so is what is posted from now on."""
         self._closed = True
         links, self._links = self._links, {}
+        self._failed.clear()
         for link in links.values():
             if link.task is not None:
                 link.task.cancel()
@@ -103,9 +127,13 @@ class Messenger:
 
     def heard(self, peer: PeerId) -> float:
         """``Transport.now()`` of the last byte from that peer; minus infinity when there was none."""
-        last = self._last_heard.get(peer, float("-inf"))
-        for stream in self._streams.get(peer, {}).values():
-            last = max(last, stream.last_heard)
+        last = self._last_heard.get(peer, _NEVER)
+        streams = self._streams.get(peer)
+        if streams is not None:
+            for stream in streams.values():
+                heard = stream.last_heard
+                if heard > last:
+                    last = heard
         return last
 
     def silent_for(self, peer: PeerId, since: float) -> float:
@@ -121,16 +149,17 @@ class Messenger:
 
     def failing(self, peer: PeerId) -> bool:
         """Whether the last attempt to reach the peer failed, and it has not spoken since."""
-        link = self._links.get(peer)
-        return link is not None and link.failed_at is not None and self.heard(peer) < link.failed_at
+        at = self._failed.get(peer)
+        return at is not None and self.heard(peer) < at
 
     def unreachable(self) -> list[PeerId]:
         """Those for whom :meth:`failing` holds."""
-        return [peer for peer, link in self._links.items() if link.failed_at is not None and self.failing(peer)]
+        return [peer for peer in self._failed if self.failing(peer)]
 
     def forget(self, peer: PeerId) -> None:
         """Keep nothing of a peer that has been gone for long."""
         self._last_heard.pop(peer, None)
+        self._failed.pop(peer, None)
         link = self._links.pop(peer, None)
         if link is not None and link.task is not None:
             link.task.cancel()
@@ -181,7 +210,7 @@ class Messenger:
                     try:
                         if link.stream is None:
                             link.stream = await self._transport.open(peer, PROTOCOL, timeout=self._silence)
-                            link.failed_at = None
+                            self._failed.pop(peer, None)
                         async with asyncio.timeout(2 * self._silence):
                             await link.stream.send(data)
                     except NetworkDown:
@@ -190,7 +219,7 @@ class Messenger:
                         await asyncio.sleep(self._silence / 5)
                         continue
                     except PeerUnreachable:
-                        link.failed_at = self._transport.now()
+                        self._failed[peer] = self._transport.now()
                         link.queue.clear()
                         self._lost()
                         # Whoever posts next pays one attempt; a dead peer must not keep us dialling.
@@ -201,12 +230,12 @@ class Messenger:
                         if stream is not None:
                             await stream.close()
                         # A stream breaks when the peer restarted: the same message goes over a new one, once.
-                        if link.failed_at is not None:
+                        if peer in self._failed:
                             link.queue.clear()
-                        link.failed_at = self._transport.now()
+                        self._failed[peer] = self._transport.now()
                         self._lost()
                         continue
-                    link.failed_at = None
+                    self._failed.pop(peer, None)
                     if link.queue and link.queue[0] is data:
                         link.queue.popleft()
                 link.used = False
@@ -232,8 +261,7 @@ class Messenger:
         self._note(peer, self._transport.now())
         try:
             while True:
-                message: Control = decode(await stream.receive(self._limit), Control, peer)  # type: ignore[arg-type]
-                self._handler(peer, message)
+                self._handler(peer, _read(await stream.receive(self._limit), peer))
         except PeerMisbehaved as error:
             self._refused(peer, str(error))
         finally:

@@ -228,6 +228,8 @@ class Peer:
         self._quorum_since: float | None = None
         self._voids: dict[PeerId, int] = {}
         self._ranks: dict[PeerId, bytes] = {}
+        self._ranked: tuple[list[PeerId] | None, list[PeerId]] = (None, [])
+        """The directory's candidates as they were, and these and this peer by rank for the head."""
         self._look_at = float("-inf")
         """When the main task looks again, unless woken earlier."""
         self._report_now = Wakeup()
@@ -529,6 +531,7 @@ class Peer:
         self._quorum_since = None
         self._voids.clear()
         self._ranks.clear()
+        self._ranked = (None, [])
         self._called_here.clear()
         self._callers.clear()
         self._fruitless = 0
@@ -576,11 +579,17 @@ class Peer:
     # --- reporting -----------------------------------------------------------------------------------------------
 
     def _ordered(self) -> list[PeerId]:
-        peers = [*self.directory.candidates(), self.transport.peer_id]
-        away = self.messenger.unreachable()
+        """All candidates, this peer included, in the order in which they lead; not for the caller to write."""
+        candidates = self.directory.candidates()
+        if candidates is not self._ranked[0]:
+            ranked = order([*candidates, self.transport.peer_id], rank=self._rank, voids={}, unreachable=[])
+            self._ranked = (candidates, ranked)
+        ranked, away = self._ranked[1], self.messenger.unreachable()
         for table in (self._reluctant, self._sealless):
             away += [peer for peer in table if self._is_put_off(table, peer)]
-        return order(peers, rank=self._rank, voids=self._voids, unreachable=away)
+        if not (away or self._voids):
+            return ranked
+        return order(ranked, rank=self._rank, voids=self._voids, unreachable=away)
 
     def _rank(self, peer: PeerId) -> bytes:
         known = self._ranks.get(peer)
