@@ -26,7 +26,7 @@ from .simulated.swarm import Swarm, manifest
 
 PARAMETERS, CHUNK = 128, 64
 CALM = 6
-"""Rounds without faults at the end, after which all must be together again."""
+"""Rounds without faults at the end, within which all must be together again and have contributed."""
 
 
 @dataclass
@@ -156,9 +156,7 @@ def simulate(args: argparse.Namespace, seed: int) -> Result:
         pending = round(sum(swarm.pending(lives[-1]) for lives in swarm.lives.values() if lives[-1].ended is None))
         if chaos is not None:
             chaos.stop()
-        await asyncio.sleep(quiet)
-        swarm.violations += accounts.check_together(seconds + 1)
-        swarm.violations += accounts.check_everyone_contributes(seconds)
+        swarm.violations += await calm(accounts, seconds, inner, quiet)
         swarm.violations += await swarm.shut_down(20 * settings["silence"])
 
     result = Result(seed, peers, seconds, settings)
@@ -173,6 +171,19 @@ def simulate(args: argparse.Namespace, seed: int) -> Result:
     result.trace = swarm.network.trace.hexdigest()
     result.cpu_seconds = round(time.process_time() - began, 2)
     return result
+
+
+async def calm(accounts: Accounts, since: float, look: float, limit: float) -> list[str]:
+    """Wait until all are together and have contributed since then, twice in a row, ``look`` virtual seconds apart; at
+    most ``limit`` seconds. Returns what is missing then, as sentences."""
+    loop = asyncio.get_running_loop()
+    ends, good = loop.time() + limit, 0
+    while True:
+        await asyncio.sleep(min(look, max(ends - loop.time(), 0)))
+        missing = accounts.check_together(since + 1) + accounts.check_everyone_contributes(since)
+        good = 0 if missing else good + 1
+        if good == 2 or loop.time() >= ends:
+            return missing
 
 
 def conclude(result: Result, accounts: Accounts, seconds: float, used: int, pending: int) -> None:
