@@ -114,6 +114,12 @@ class Idle(Island):
     def revoke(self) -> None:
         self._leased = 0
 
+    def keep(self) -> str:
+        raise NotImplementedError("nothing is saved here")
+
+    def restore(self, kept: str) -> None:
+        raise NotImplementedError("nothing is saved here")
+
     async def freeze(self) -> Snapshot:
         progress = self.progress()
         if progress.steps:

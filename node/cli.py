@@ -150,6 +150,16 @@ def node(
             "--finish", envvar="ATOLL_FINISH", help="When the run's budget is used up: exit, or stay and serve."
         ),
     ] = Finish.exit,
+    keep_every: Annotated[
+        float,
+        typer.Option(
+            "--keep-every",
+            envvar="ATOLL_KEEP_EVERY",
+            metavar="SECONDS",
+            min=0,
+            help="Save what was trained since the last commit so often, against crashes: 4 bytes a parameter; 0: never.",
+        ),
+    ] = 900.0,
     log: LogOption = LogStyle.auto,
 ) -> int:
     """Join a run and train: this is what a volunteer starts.
@@ -181,6 +191,7 @@ def node(
         seed=seed,
         timeout=timeout,
         finish=finish,
+        keep_every=keep_every,
         log=log,
     )
     from .daemon import run_node

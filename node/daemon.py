@@ -102,6 +102,7 @@ async def _train(session: Session, options: NodeOptions, name: str) -> None:
             export=session.folder / "checkpoints",
             finish=options.finish,
             reachable=not options.client_mode,
+            keep_every=options.keep_every,
         )
     finally:
         await island.close()
@@ -109,7 +110,7 @@ async def _train(session: Session, options: NodeOptions, name: str) -> None:
 
 async def _live(
     session: Session, island: Island | None, *beside: Coroutine[Any, Any, None], name: str, export: Path | None = None,
-    finish: Finish = Finish.exit, reachable: bool = True,
+    finish: Finish = Finish.exit, reachable: bool = True, keep_every: float = 0.0,
     on_head: Callable[[Position, NDArray[np.float32]], None] | None = None,
 ) -> None:  # fmt: skip
     """Run the peer, with its events, progress and exports, until the end of the run or a signal.
@@ -141,7 +142,7 @@ async def _live(
         transport=session.transport, signer=session.signer, manifest=manifest, store=session.store,
         theta0=partial(theta0, seed, tensor_specs(session.model)), events=events, island=island, name=name,
         version=atoll.__version__, reachable=reachable, on_head=head,
-        linger=float("inf") if finish is Finish.stay else 30.0,
+        linger=float("inf") if finish is Finish.stay else 30.0, keep_every=keep_every,
     )  # fmt: skip
 
     failure: BaseException | None = None

@@ -53,6 +53,8 @@ class NodeOptions:
     timeout: float = 60.0
     """Seconds within which the run must have answered once."""
     finish: Finish = Finish.exit
+    keep_every: float = 900.0
+    """Seconds after which the inner steps since the last commit are saved to the disk; 0: never."""
     log: LogStyle = LogStyle.auto
 
 

@@ -15,7 +15,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from atoll.protocol import errors
 from atoll.protocol.errors import AtollError, ResourceError
@@ -232,6 +234,24 @@ class TrainerProcess(Island):
         self._begin_generation([])
         self._tell(Revoke(self._epoch))
 
+    def keep(self) -> str:
+        counters = self._counters()
+        return msgspec.json.encode(_Kept(counters.steps, counters.tokens, counters.units, self._undrawn())).decode()
+
+    def restore(self, kept: str) -> None:
+        if self._orders or self._granted:
+            raise ValueError("a trainer that has been given orders already")
+        try:
+            told = msgspec.json.decode(kept, type=_Kept)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"what was kept of the trainer is unreadable: {error}") from None
+        # The child writes no counters before its first order, and reads them at each.
+        counters = self._memory.read()
+        counters.steps, counters.tokens, counters.units = told.steps, told.tokens, told.units
+        self._memory.write(counters)
+        self._base = counters
+        self.lease([Span(start, count) for start, count in told.spans])
+
     async def freeze(self) -> Snapshot:
         self._training = False
         self._until = None
@@ -411,6 +431,17 @@ class TrainerProcess(Island):
         counters = self._memory.read()
         return counters.drawn if counters.epoch == self._epoch else 0
 
+    def _undrawn(self) -> list[tuple[int, int]]:
+        """The sample units that are leased and were never taken, in order."""
+        drawn = self._drawn() - self._passed
+        left: list[tuple[int, int]] = []
+        for start, count in self._spans:
+            skip = min(drawn, count)
+            drawn -= skip
+            if skip < count:
+                left.append((start + skip, count - skip))
+        return left
+
     def _begin_generation(self, spans: list[tuple[int, int]]) -> None:
         self._epoch += 1
         self._spans, self._passed, self._granted = spans, 0, sum(count for _, count in spans)
@@ -552,14 +583,7 @@ class TrainerProcess(Island):
     def _after_death(self) -> None:
         """Make spans and counters tell of what ``local`` holds now. There is no child at this moment."""
         counters = self._memory.read()
-        drawn = self._drawn() - self._passed
-        left: list[tuple[int, int]] = []
-        for start, count in self._spans:
-            skip = min(drawn, count)
-            drawn -= skip
-            if skip < count:
-                left.append((start + skip, count - skip))
-        self._begin_generation(left)
+        self._begin_generation(self._undrawn())
         if not self.device.startswith("cpu"):
             # what the device had learnt since the last freeze or resume died with it
             counters.steps, counters.tokens, counters.units = self._base.steps, self._base.tokens, self._base.units
@@ -581,6 +605,19 @@ class TrainerProcess(Island):
         elif not self._end.done():
             self._log("warning", {"message": f"giving up: {failure}"})
             self._end.set_result(failure)
+
+
+_Natural = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
+
+class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What :meth:`TrainerProcess.keep` tells."""
+
+    steps: _Natural
+    tokens: _Natural
+    units: _Natural
+    spans: list[tuple[_Natural, _Natural]]
+    """Sample units ``[start, count]`` that are leased and not used."""
 
 
 async def _tail(stream: asyncio.StreamReader | None) -> str:

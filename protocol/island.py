@@ -83,6 +83,16 @@ class Island(ABC):
         """Drop all leases that have not been used (the chain that granted them is gone)."""
 
     @abstractmethod
+    def keep(self) -> str:
+        """What :meth:`restore` needs besides θ, of a frozen island: its counters and the leases not used yet. For the
+        disk, so text."""
+
+    @abstractmethod
+    def restore(self, kept: str) -> None:
+        """Take back what :meth:`keep` told in an earlier life of this process; before the first :meth:`resume`, which
+        then has ``reload`` and nothing spent. Raises ValueError, with nothing changed, for any other text."""
+
+    @abstractmethod
     async def freeze(self) -> Snapshot:
         """Finish the current inner step, write θ into ``local``, pause. Counters stay as they are.
 

@@ -129,6 +129,8 @@ class Peer:
     manifest's.
     island: the compute; None for a peer that follows without training (an observer, an archive).
     events: receives everything worth knowing (docs/operations.md lists the events).
+    keep_every: seconds after which what the island has trained since the last commit is saved, again and again, and at
+    an orderly end; 0: never, as in a run of several fragments. A crash then costs the inner steps since that, not all since the commit.
     on_head: awaited after every commit that was applied, with the position; for evaluation and export.
     """
 
@@ -146,6 +148,7 @@ class Peer:
         version: str = "",
         reachable: bool = True,
         linger: float = LINGER,
+        keep_every: float = 0.0,
         on_head: Callable[[Position], None] | None = None,
     ) -> None:
         self.transport = transport
@@ -163,6 +166,12 @@ class Peer:
         """Tokens of this peer that commits have averaged since it started."""
         self._theta0 = theta0
         self._linger = linger
+        # With several fragments each commit is a new head, and would void what was saved for the others.
+        self._keep_every = keep_every if self.layout.fragments == 1 else 0.0
+        self._keep_at = float("inf")
+        self._keeping: asyncio.Task[None] | None = None
+        self._carried = False
+        """Whether θ and leases may come from an earlier life of this process, whose last roster others may commit."""
         self._on_head = on_head
         self._events: Events = Refusals(events, transport.now)
         self._silence = manifest.round.silence
@@ -468,9 +477,64 @@ class Peer:
     async def _begin_training(self) -> None:
         assert self.island is not None
         self.island.local[:] = self.replica.params
+        self._carried = await self._restore()
         self._frozen = False
-        self._accounts.clear(self.fragment)
-        await self.island.resume(reload=True, spent=1.0, outer_step=self.head.outer_step)
+        if self._carried:
+            ahead = self._may_step()
+            await self.island.resume(reload=True, spent=0.0, outer_step=self.head.outer_step, ahead=ahead)
+        else:
+            self._accounts.clear(self.fragment)
+            await self.island.resume(reload=True, spent=1.0, outer_step=self.head.outer_step)
+
+    # --- uncommitted progress -------------------------------------------------------------------------------------
+
+    async def _restore(self) -> bool:
+        """Take up the inner steps that an earlier life of this process had made from this head and saved."""
+        assert self.island is not None
+        kept = await self.transport.offload(self.store.load_progress, self.head.id) if self._keep_every else None
+        if kept is None:
+            return False
+        theta, told = kept
+        try:
+            self.island.restore(told)
+        except ValueError as error:
+            self._events("warning", message=f"the inner steps that were saved cannot be taken up: {error}")
+            return False
+        self.island.local[:] = theta
+        self._events("restored", round=self.head.round, outer_step=self.head.outer_step)
+        return True
+
+    async def _keep_progress(self) -> None:
+        """Save what the island has trained since the last commit: training pauses for a copy, not for the disk."""
+        island = self.island
+        assert island is not None
+        self._keep_at = self.transport.now() + self._keep_every
+        if self._frozen or self._ahead_of_round or (self._keeping is not None and not self._keeping.done()):
+            return
+        try:
+            snapshot = await self._freeze()
+        except ResourceError as error:
+            await self._no_island(error)
+            return
+        if snapshot.steps:
+            told, theta = island.keep(), await self.transport.offload(island.local.copy)
+            self._keeping = self._spawn(self._save_progress(self.head.id, theta, told))
+        await self._thaw()
+
+    async def _save_progress(self, commit_id: bytes, theta: Floats, told: str) -> None:
+        try:
+            await self.transport.offload(self.store.save_progress, commit_id, theta, told)
+        except (ResourceError, StateError) as error:
+            self._events("warning", message=f"the inner steps since the last commit were not saved: {error}")
+
+    def _was_handed_over(self, body: Body) -> bool:
+        """Whether a commit averages what an earlier life of this process brought: that is part of what was saved, or
+        trained on the samples that were still leased then."""
+        if not self._carried:
+            return False
+        count, mine = len(body.seal.members), self.transport.peer_id
+        earlier = {i for i, m in enumerate(body.seal.members) if m.peer == mine and m.nonce != self._nonce}
+        return any(not earlier.isdisjoint(members_in(entry.contributors, count)) for entry in body.chunks)
 
     # --- decisions -----------------------------------------------------------------------------------------------
 
@@ -510,7 +574,14 @@ class Peer:
                 if rested and (due := self._due()) is not None and self._leads():
                     await self._coordinate(due)
                     continue
+                if self._reached(self._keep_at):
+                    await self._keep_progress()
+                    continue
             await self._wake.wait(max(self._look_at - self.transport.now(), 0.001))
+        if self._keep_every and self.island is not None and not self.finished:
+            await self._keep_progress()
+            if self._keeping is not None:
+                await asyncio.wait([self._keeping])
 
     def _reached(self, moment: float) -> bool:
         """Whether that moment of ``Transport.now()`` has come; if not, the main task looks again then."""
@@ -536,6 +607,8 @@ class Peer:
         self._callers.clear()
         self._fruitless = 0
         self._unfit.clear()
+        if self._keep_every:
+            self._keep_at = self._base_since + self._keep_every
         self._look_again()
         self._report_now.set()
         self._last_round = self.head.round
@@ -1485,6 +1558,7 @@ class Peer:
                         self.replica.residual[span] = 0
                 spent, of = 1.0, None
             if me is not None:
+                self._carried = False
                 self.contributed += averaged_of(body.seal, body.chunks, self.layout)[me]
                 island.lease([lease.span for lease in body.leases if lease.member == me])
             if moving:
@@ -1582,6 +1656,10 @@ class Peer:
         lost = averaged and frozen is None
         if lost:
             self._events("warning", message="progress since a void round that was committed after all is dropped")
+        elif self._was_handed_over(body) and self.island is not None:
+            self._events("warning", message="the inner steps that were saved have been averaged; they are dropped")
+            self.island.revoke()  # some of these samples are in that average too
+            lost, self._carried = True, False
         await self._apply(
             commit_id, commit, chunks, me=me, frozen=None if lost else frozen,
             snapshot=limbo.snapshot if limbo is not None else None,
@@ -1713,6 +1791,7 @@ class Peer:
         )  # fmt: skip
         if self.island is not None:
             self.island.revoke()
+            self._carried = False
             await self._reload_island()
         self._new_head()
 

@@ -3,6 +3,7 @@
 A folder of its own (mode 0700, locked while in use) holds ``run.json`` (which run this is), ``log/`` (commits with
 their averaged chunks, :mod:`atoll.protocol.commitlog`), ``checkpoints/`` (two, :mod:`atoll.protocol.checkpoints`),
 ``incoming/`` (a checkpoint being downloaded), ``residual.safetensors`` (the error-feedback residual at one commit),
+``progress.safetensors`` (what an island had trained beyond one commit),
 ``head`` (the best head ever logged here), ``anchor`` and ``lineage/`` (the organiser's newest anchor and what stands on
 it, :mod:`atoll.protocol.lineage`) and ``damaged/``. Everything is written atomically, so a crash at any moment
 leaves a store that loads; whatever is damaged later is found by its hash, set aside and reported.
@@ -44,6 +45,7 @@ from .state import GlobalState
 RUN_FILE = "run.json"
 HEAD_FILE = "head"
 RESIDUAL_FILE = "residual.safetensors"
+PROGRESS_FILE = "progress.safetensors"
 _HASH = 32
 
 
@@ -357,6 +359,45 @@ class Store:
         if front > 0 and data[:front] == self._residual_header(commit_id, blake3(payload).hexdigest()):
             return np.frombuffer(payload, "<f4").astype(np.float32)
         return None
+
+    # -- uncommitted progress
+
+    def save_progress(self, commit_id: bytes, theta: NDArray[np.float32], island: str) -> None:
+        """Keep local parameters θ (float32, one element a parameter) trained from a head, and what their island says
+        of them; they replace those kept before."""
+        hasher = blake3(island.encode())
+        for piece in float32_pieces(theta):
+            hasher.update(piece)
+        header = self._progress_header(commit_id, island, hasher.hexdigest())
+
+        def pieces() -> Iterator[Buffer]:
+            yield header
+            yield from float32_pieces(theta)
+
+        self.disk.write(PROGRESS_FILE, pieces())
+
+    def load_progress(self, commit_id: bytes) -> tuple[NDArray[np.float32], str] | None:
+        """What was kept of the progress beyond this very head; None with any other, or when it is damaged."""
+        try:
+            data = self.disk.read(PROGRESS_FILE)
+        except OSError:
+            return None
+        front = len(data) - 4 * self.layout.parameters
+        payload = memoryview(data)[max(front, 0) :]
+        try:
+            island = json.loads(data[8 : max(front, 8)])["__metadata__"]["island"]
+            check = blake3(island.encode()).update(payload).hexdigest()
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return None
+        if data[: max(front, 0)] != self._progress_header(commit_id, island, check):
+            return None
+        return np.frombuffer(payload, "<f4").astype(np.float32), island
+
+    def _progress_header(self, commit_id: bytes, island: str, check: str) -> bytes:
+        metadata = {"format": "atoll progress 1", "commit": commit_id.hex(), "island": island, "blake3": check}
+        size = 4 * self.layout.parameters
+        theta = {"dtype": "F32", "shape": [self.layout.parameters], "data_offsets": [0, size]}
+        return safetensors_header({"__metadata__": metadata, "theta": theta})
 
     def _residual_header(self, commit_id: bytes, check: str) -> bytes:
         return safetensors_header(

@@ -40,12 +40,12 @@ class Result:
     """What ``--vary`` drew, and all else that shapes the run."""
     faults: dict[str, int] = field(default_factory=dict)
     goodput: float = 0.0
-    """Time whose inner steps were averaged in a commit of the final chain."""
+    """Time whose inner steps were averaged in a commit of the final chain, be it the first one after the time."""
     loss: dict[str, float] = field(default_factory=dict)
     """Where the rest went. down: crashed, without power, frozen. joining, leaseless: up, without samples. entering:
     paused for a call, averaging: for a round. forked: averaged on a fork that was left. dropped: trained, and dropped
-    in going over to another head. crashed: trained, and gone with a process. pending: trained, and not yet averaged at
-    the end."""
+    in going over to another head. crashed: trained, and gone with a process. pending: trained, and in no average, the
+    first of the calm at the end included."""
     uptime: float = 0.0
     """Share of the time in which at least one peer trained."""
     commits: int = 0
@@ -80,7 +80,7 @@ def draw(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         "silence": args.silence, "latency": args.latency, "inner_steps": args.inner_steps, "step_time": args.step_time,
         "uneven": 1.0, "grace": 0.25, "jitter": 0.0, "hidden": 0, "bandwidth": args.bandwidth, "every": args.every,
         "back": args.back, "codec": "int8", "overlap": args.overlap, "merge": args.merge,
-        "fragments": args.fragments,
+        "fragments": args.fragments, "keep": args.keep,
     }  # fmt: skip
     length = args.inner_steps * args.step_time
     if args.vary:
@@ -93,11 +93,15 @@ def draw(args: argparse.Namespace, seed: int) -> dict[str, Any]:
             "hidden": rng.choice([0, 0, settings["peers"] // 3]),
             "every": rng.choice([1.0, 3.0, 10.0]) * length, "back": rng.choice([0.2, 1.0, 3.0]) * length,
         }  # fmt: skip
+        if args.keep is None:
+            settings["keep"] = rng.choice([0.0, 0.1, 0.3]) * length
         if args.overlap:
             settings["overlap"] = rng.randint(0, args.overlap)
             settings["merge"] = args.merge if settings["overlap"] else "carry"
     if settings["every"] is None:
         settings["every"] = 20 * length / settings["peers"]
+    if settings["keep"] is None:
+        settings["keep"] = length / 4
     if settings["back"] is None:
         settings["back"] = 2 * length
     return settings
@@ -120,7 +124,7 @@ def build(settings: dict[str, Any], max_group: int, seed: int) -> Swarm:
     )  # fmt: skip
     swarm = Swarm(
         run, seed=seed, latency=settings["latency"], jitter=settings["jitter"], bandwidth=settings["bandwidth"],
-        log=False,
+        log=False, keep_every=settings["keep"],
     )  # fmt: skip
     rng = random.Random(f"speeds {seed}")
     for index in range(peers):
@@ -146,14 +150,21 @@ def simulate(args: argparse.Namespace, seed: int) -> Result:
     inner = length * max(settings["uneven"], 1.0) * (1 + settings["grace"])
     accounts = Accounts(swarm, chaos, inner)
     quiet = CALM * inner + 5 * (7 * settings["silence"])
-    used = pending = 0
+    used = 0
+    pending = 0
+    trained: dict[str, list[range]] = {}
 
     async def main() -> None:
-        nonlocal used, pending
+        nonlocal used, pending, trained
         await accounts.watch(seconds)
         islands = [life.island for lives in swarm.lives.values() for life in lives if life.island is not None]
         used = sum(len(span) for island in islands for span in island.used)
         pending = round(sum(swarm.pending(lives[-1]) for lives in swarm.lives.values() if lives[-1].ended is None))
+        if settings["fragments"] == 1:
+            trained = {
+                name: list(lives[-1].island.pending) for name, lives in swarm.lives.items()
+                if lives[-1].ended is None and lives[-1].island is not None
+            }  # fmt: skip
         if chaos is not None:
             chaos.stop()
         swarm.violations += await calm(accounts, seconds, inner, quiet)
@@ -166,7 +177,8 @@ def simulate(args: argparse.Namespace, seed: int) -> Result:
         swarm.violations.append(f"the run ended with {type(error).__name__}: {error}")
     swarm.check_samples()
     swarm.violations += accounts.check_progress(seconds)
-    conclude(result, accounts, seconds, used, pending)
+    after = accounts.averaged_after(seconds, trained)
+    conclude(result, accounts, seconds, used, pending - after, after)
     result.violations = swarm.violations
     result.trace = swarm.network.trace.hexdigest()
     result.cpu_seconds = round(time.process_time() - began, 2)
@@ -186,11 +198,12 @@ async def calm(accounts: Accounts, since: float, look: float, limit: float) -> l
             return missing
 
 
-def conclude(result: Result, accounts: Accounts, seconds: float, used: int, pending: int) -> None:
-    """Fill in the figures."""
+def conclude(result: Result, accounts: Accounts, seconds: float, used: int, pending: int, after: int) -> None:
+    """Fill in the figures. Units trained on in the time: all; those that nobody ever averaged; those that the first
+    commit after it averages, since a time that ends in the middle of a round has lost nothing by that."""
     swarm, states = accounts.swarm, accounts.states
     looks = max(states.total(), 1)
-    units = accounts.committed_units(seconds)
+    units = accounts.committed_units(seconds) + after
     for strike in accounts.chaos.log if accounts.chaos is not None else []:
         result.faults[strike.kind] = result.faults.get(strike.kind, 0) + 1
     result.lost_units = used - units - pending
@@ -275,6 +288,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--merge", choices=[str(rule) for rule in Merge], default="carry", help="what becomes of them")
     parser.add_argument("--fragments", type=int, default=1, help="that the model is cut into")
     parser.add_argument("--step-time", type=float, default=1.0, help="virtual seconds of an inner step")
+    parser.add_argument(
+        "--keep", type=float,
+        help="seconds between two savings of uncommitted inner steps, 0 for never [default: a quarter of a round's]",
+    )  # fmt: skip
     parser.add_argument("--quorum", type=int, default=2)
     parser.add_argument("--max-group", type=int, default=64)
     parser.add_argument("--silence", type=float, default=5.0, help="T, seconds")

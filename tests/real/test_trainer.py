@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -293,6 +294,48 @@ def test_what_a_commit_took_is_off_once_though_the_child_dies(heard: bool) -> No
         await until(lambda: island._memory.read().steps == 0)
 
     run(body, device="cpu")
+
+
+def test_what_was_kept_is_taken_up_by_another_process() -> None:
+    """Of one trainer's θ, counters and leases another goes on: it counts on, and uses no sample again."""
+
+    async def whole() -> None:
+        first, _ = await start(device="cpu")
+        try:
+            first.lease([Span(0, 42), Span(100, 1000)])
+            await first.resume(reload=True, spent=1, outer_step=0)
+            await until(lambda: first.progress().steps >= 12)
+            snapshot = await first.freeze()
+            kept, theta = first.keep(), first.local.copy()
+        finally:
+            await first.close()
+        second, _ = await start(device="cpu")
+        try:
+            for wrong in ("", "{}", kept.replace('"steps":', '"steps":-'), kept.replace('"units"', '"unit"')):
+                with pytest.raises(ValueError, match="unreadable"):
+                    second.restore(wrong)
+            second.restore(kept)
+            progress = second.progress()
+            assert (progress.steps, progress.tokens, progress.units) == (
+                snapshot.steps, snapshot.tokens, snapshot.units
+            )  # fmt: skip
+            assert progress.leased == snapshot.leased // 4 * 4
+            second.local[:] = theta
+            await second.resume(reload=True, spent=0, outer_step=0)
+            await until(lambda: second.progress().steps >= snapshot.steps + 5)
+            again = await second.freeze()
+            assert again.units == 4 * again.steps
+            assert again.units + again.leased == 1042
+            left = json.loads(second.keep())["spans"]
+            used = [unit for start, count in ((0, 42), (100, 1000)) for unit in range(start, start + count)]
+            assert [unit for start, count in left for unit in range(start, start + count)] == used[again.units :]
+            assert not np.array_equal(second.local, theta)
+            with pytest.raises(ValueError, match="orders"):
+                second.restore(kept)
+        finally:
+            await second.close()
+
+    asyncio.run(whole())
 
 
 def test_two_islands_with_the_same_units_learn_the_same() -> None:

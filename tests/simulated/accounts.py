@@ -97,6 +97,16 @@ class Accounts:
                     total += share * brought.count * self.swarm.share(body)
         return round(total)
 
+    def averaged_after(self, end: float, trained: dict[str, list[range]]) -> int:
+        """How many of these units, by peer, stand whole in the first average of that peer after ``end``."""
+        total, left = 0, dict(trained)
+        for commit in self.swarm.chain(self.swarm.best_head().id):
+            if self.swarm.committed_at[hash_of(commit.body)] > end:
+                for name, units in self.swarm.brought(commit):
+                    averaged = {unit for span in units for unit in span}
+                    total += sum(unit in averaged for span in left.pop(name, []) for unit in span)
+        return total
+
     def gaps(self, end: float) -> list[tuple[float, float, float]]:
         """For each pair of consecutive commits: when, the seconds between them, and what is allowed.
 

@@ -36,7 +36,8 @@ class Strike:
 class Chaos:
     """Injects faults into a swarm at random moments, and undoes each after a while.
 
-    every: mean seconds between two faults. back: seconds after which a crashed peer returns, or a cut heals.
+    every: mean seconds between two faults while all are up: it is drawn among all whom a fault meets, and passes when that
+    one is gone already, so that each peer that is up fails at the same rate however many there are. back: seconds after which a crashed peer returns, or a cut heals.
     split: the same for a split.
     At most ``down`` peers are gone at once, so that a quorum can remain, and at most one split lasts.
     """
@@ -80,7 +81,8 @@ class Chaos:
         kind = self.random.choice(self.kinds)
         if self.random.random() < 0.3:
             self._copy_disks()
-        names = [name for name in self.swarm.hosts if name not in self.gone and name != "archive"]
+        everyone = [name for name in self.swarm.hosts if name != "archive"]
+        names = [name for name in everyone if name not in self.gone]
         if kind == "split":
             if len(names) < 4 or any(strike.kind == "split" for strike in self._lasting()):
                 return
@@ -90,8 +92,8 @@ class Chaos:
             return
         if len(names) < 2 or (kind not in LASTING and len(self.gone) >= self.down):
             return
-        victim = self.random.choice(names)
-        if not self.swarm.life(victim).running:
+        victim = self.random.choice(everyone)
+        if victim in self.gone or not self.swarm.life(victim).running:
             return
         undo = self._do(kind, victim)
         if undo is not None:

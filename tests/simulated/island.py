@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
@@ -71,6 +72,8 @@ class SimulatedIsland(Island):
         self._units = 0
         self._steps = 0
         self._since = 0.0
+        self._begun = 0.0
+        """Seconds of the step that a freeze found running: a trainer ends it first, and loses nothing."""
         self._until: int | None = None
         self._still = 0.0
         """Since when it stands at its limit; 0 while it does not."""
@@ -166,9 +169,23 @@ class SimulatedIsland(Island):
         self.brought, self.brought_count = (self.local.copy(), tuple(self.pending)), self.count
         return Snapshot(self._steps, self._units * self.tokens_per_unit, self._units, self._leased)
 
+    def keep(self) -> str:
+        assert self.paused
+        pending = [[units.start, units.stop] for units in self.pending]
+        return json.dumps({"steps": self._steps, "pending": pending, "spans": [[s.start, s.count] for s in self._spans]})
+
+    def restore(self, kept: str) -> None:
+        told = json.loads(kept)
+        self.pending = [range(start, stop) for start, stop in told["pending"]]
+        self._units = sum(map(len, self.pending))
+        self._steps = told["steps"]
+        self.lease([Span(start, count) for start, count in told["spans"]])
+
     async def freeze(self) -> Snapshot:
         self._advance()
         self._fail()
+        if not self.paused and self._leased and self._until is None:
+            self._begun = self._now() - self._since
         self.paused = True
         if self.freeze_time:
             await asyncio.sleep(self.freeze_time)
@@ -227,7 +244,8 @@ class SimulatedIsland(Island):
         self._spend(spent, of)
         self._limit(self._steps + ahead if ahead is not None else None)
         if self.paused:
-            self._since = self._now()
+            self._since = self._now() - (0.0 if reload else self._begun)
+            self._begun = 0.0
         self.paused = False
 
     async def close(self) -> None:

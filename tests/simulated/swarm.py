@@ -126,6 +126,8 @@ class Swarm:
     bandwidth: float = float("inf")
     """Bytes per second of each peer, up and down."""
     log: bool = True
+    keep_every: float = 0.0
+    """Seconds between two savings of what a peer has trained since the last commit; 0: never."""
 
     def __post_init__(self) -> None:
         self.network = self.make_network()
@@ -206,7 +208,7 @@ class Swarm:
         peer = Peer(
             transport=transport, signer=self.signer(transport),
             manifest=self.manifest, store=store, theta0=lambda: start_params(self.layout.parameters), events=events,
-            island=island, name=name, linger=20.0 if trains else float("inf"),
+            island=island, name=name, linger=20.0 if trains else float("inf"), keep_every=self.keep_every,
             reachable=getattr(self.hosts[name], "reachable", True),
         )  # fmt: skip
         life = Life(peer, island, self.hosts[name], handed=[0] * self.layout.fragments)

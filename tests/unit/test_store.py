@@ -268,6 +268,29 @@ def test_damaged_files_do_not_pile_up() -> None:
     assert len(disk.names("damaged")) == 4
 
 
+def test_progress_belongs_to_one_head(disk: Disk) -> None:
+    store = opened(disk)
+    assert store.load_progress(NO_DIGEST) is None
+    theta = np.arange(RUN.layout.parameters, dtype=np.float32)
+    store.save_progress(POSITIONS[0].head.id, theta, '{"steps": 3, "text": "\u00e4\\""}')
+    assert store.load_progress(POSITIONS[1].head.id) is None
+    found = opened(disk).load_progress(POSITIONS[0].head.id)
+    assert found is not None
+    np.testing.assert_array_equal(found[0], theta)
+    assert found[1] == '{"steps": 3, "text": "\u00e4\\""}'
+    store.save_progress(POSITIONS[1].head.id, theta, "")
+    assert opened(disk).load_progress(POSITIONS[0].head.id) is None
+
+
+@given(at=st.integers(0, 1 << 16), mask=st.integers(0, 255))
+def test_damaged_progress_is_void(at: int, mask: int) -> None:
+    disk = MemoryDisk()
+    store = opened(disk)
+    store.save_progress(NO_DIGEST, np.ones(RUN.layout.parameters, np.float32), "7 steps")
+    damage(disk, "progress.safetensors", at, mask)
+    assert store.load_progress(NO_DIGEST) is None
+
+
 def test_the_residual_belongs_to_one_head(disk: Disk) -> None:
     store = opened(disk)
     assert store.load_residual(NO_DIGEST) is None
