@@ -157,7 +157,7 @@ def node(
             envvar="ATOLL_KEEP_EVERY",
             metavar="SECONDS",
             min=0,
-            help="Save what was trained since the last commit so often, against crashes: 4 bytes a parameter; 0: never.",
+            help="Save what was trained since the last commit so often, 4 bytes a parameter; 0: never.",
         ),
     ] = 900.0,
     log: LogOption = LogStyle.auto,

@@ -705,11 +705,13 @@ class Peer:
             self._say_whether_it_trains(report)
             news = (report.head, report.ready) != told
             if news or now >= told_at + every:
-                others = [peer for peer in self._ordered() if peer != self.transport.peer_id]
+                ordered = self._ordered()
+                beat = 0 if news else beat + 1
                 # Whoever has waited long tells everyone: views of the order may differ.
                 patient = self.finished or self._waited_long()
-                beat = 0 if news else beat + 1
-                self.messenger.post_all(others if patient else others[: 1 if beat % 2 else 3], report)
+                count = len(ordered) if patient else 1 if beat % 2 else 3
+                others = [peer for peer in ordered[: count + 1] if peer != self.transport.peer_id]
+                self.messenger.post_all(others[:count], report)
                 told, told_at = (report.head, report.ready), now
             # Wake when the next report is due, or when this peer will be ready, whichever is first.
             pause = max(told_at + every - self.transport.now(), 0.01)

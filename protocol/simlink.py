@@ -304,7 +304,8 @@ class Pipe:
     def push(self, frame: bytes) -> None:
         size = HEADER + len(frame)
         uplink = self._uplink
-        if size <= PACKET and not self._queue and uplink.idle and self.accepted + size <= self.acknowledged + self.window:
+        fits = self.accepted + size <= self.acknowledged + self.window
+        if fits and size <= PACKET and not self._queue and uplink.idle:
             # Most frames are one small message on a line that is free: what the queues would come to, at once.
             self.accepted += size
             self.transmitted += size

@@ -359,7 +359,8 @@ class SimLoop(asyncio.AbstractEventLoop):
                     pop(timers)
                     self._cancelled_timers -= 1
                 if not timers:
-                    raise SimulationError(f"deadlock at {self.clock:.6f} s: nothing is due any more{self._report(main)}")
+                    waiting = self._report(main)
+                    raise SimulationError(f"deadlock at {self.clock:.6f} s: nothing is due any more{waiting}")
                 when = timers[0][0]
                 if when > self.clock:
                     if limit is not None and when > limit:

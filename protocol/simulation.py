@@ -249,14 +249,16 @@ class SimTransport(Transport):
 
     async def pause(self, seconds: float) -> bool:
         """Sleep; then whether this transport is still in use. Never returns in a dead process."""
-        await self._alive()
+        if self.process.state == DEAD:
+            await self._for_ever()
         await asyncio.sleep(seconds)
-        await self._alive()
+        if self.process.state == DEAD:
+            await self._for_ever()
         return not self.closed
 
-    async def _alive(self) -> None:
-        if self.process.state == DEAD:
-            await self.nic.loop.create_future()
+    async def _for_ever(self) -> None:
+        """What anybody waits for in a dead process."""
+        await self.nic.loop.create_future()
 
     def now(self) -> float:
         return self.nic.loop.clock + self.host.boot_offset  # as SimHost.monotonic, without a call
@@ -273,7 +275,8 @@ class SimTransport(Transport):
         return [network.hosts[name].peer_id for name in others]
 
     async def open(self, peer: PeerId, protocol: str, *, timeout: float) -> Stream:
-        await self._alive()
+        if self.process.state == DEAD:
+            await self._for_ever()
         if self.closed:
             raise PeerUnreachable(f"cannot reach {peer}: this transport is closed")
         if peer == self.peer_id:
@@ -340,10 +343,12 @@ class SimTransport(Transport):
 
     async def offload(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Waits the virtual seconds that ``SimNetwork.offload_seconds`` names, then runs ``function`` here."""
-        await self._alive()
+        if self.process.state == DEAD:
+            await self._for_ever()
         cost = self.host.network.offload_seconds
         await asyncio.sleep(0.0 if cost is None else cost(function, args, kwargs))
-        await self._alive()
+        if self.process.state == DEAD:
+            await self._for_ever()
         return function(*args, **kwargs)
 
     def addresses(self) -> list[str]:
@@ -356,7 +361,8 @@ class SimTransport(Transport):
         self.known[peer] = list(addresses)
 
     async def close(self) -> None:
-        await self._alive()
+        if self.process.state == DEAD:
+            await self._for_ever()
         if self.closed:
             return
         self.closed = True

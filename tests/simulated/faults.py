@@ -36,8 +36,9 @@ class Strike:
 class Chaos:
     """Injects faults into a swarm at random moments, and undoes each after a while.
 
-    every: mean seconds between two faults while all are up: it is drawn among all whom a fault meets, and passes when that
-    one is gone already, so that each peer that is up fails at the same rate however many there are. back: seconds after which a crashed peer returns, or a cut heals.
+    every: mean seconds between two faults while all are up. A fault is drawn among all peers, and passes when it meets
+    one that is gone already: so each that is up fails at the same rate, however many there are.
+    back: seconds after which a crashed peer returns, or a cut heals.
     split: the same for a split.
     At most ``down`` peers are gone at once, so that a quorum can remain, and at most one split lasts.
     """

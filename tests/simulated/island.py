@@ -172,7 +172,8 @@ class SimulatedIsland(Island):
     def keep(self) -> str:
         assert self.paused
         pending = [[units.start, units.stop] for units in self.pending]
-        return json.dumps({"steps": self._steps, "pending": pending, "spans": [[s.start, s.count] for s in self._spans]})
+        spans = [[span.start, span.count] for span in self._spans]
+        return json.dumps({"steps": self._steps, "pending": pending, "spans": spans})
 
     def restore(self, kept: str) -> None:
         told = json.loads(kept)
