@@ -28,7 +28,7 @@ _NEVER = float("-inf")
 def _read(data: bytes, peer: PeerId) -> Control:
     """Decode and validate a message. Raises :class:`PeerMisbehaved`, attributed to ``peer``."""
     if not _LARGE < len(data) <= _LARGEST:
-        return decode(data, Control, peer)  # type: ignore[arg-type,no-any-return]
+        return decode(data, Control, peer)  # type: ignore[arg-type]
     try:
         return _read_again(data)
     except PeerMisbehaved as error:
@@ -39,7 +39,7 @@ def _read(data: bytes, peer: PeerId) -> Control:
 def _read_again(data: bytes) -> Control:
     """What names a whole roster comes in the same bytes several times: a commit by each herald, and all that is sent to
     everyone by the peers of a simulation."""
-    return decode(data, Control)  # type: ignore[arg-type,no-any-return]
+    return decode(data, Control)  # type: ignore[arg-type]
 
 
 def message_limit(chunks: int) -> int:

@@ -53,6 +53,8 @@ class SimHandle(asyncio.TimerHandle):
     """A callback to run, at once or at a virtual time. ``context`` None: the network's own, never held back."""
 
     __slots__ = ("arguments", "callback", "context", "loop", "time")
+    time: float
+    """Virtual; of a timer only."""
 
     def __init__(
         self, callback: Callable[..., object] | None, arguments: tuple[Any, ...], loop: SimLoop, context: Context | None

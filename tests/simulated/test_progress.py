@@ -97,8 +97,7 @@ def test_an_orderly_end_keeps_everything() -> None:
         len(span) for commit in swarm.chain(swarm.best_head().id)
         for name, units in swarm.brought(commit) if name == "p1" for span in units
     ]  # fmt: skip
-    left = sum(map(len, islands[-1].pending))  # type: ignore[union-attr]
-    assert sum(averaged) + left == used
+    assert sum(averaged) == used
 
 
 def test_nothing_is_saved_unless_that_is_wanted() -> None:
