@@ -130,7 +130,8 @@ class Peer:
     island: the compute; None for a peer that follows without training (an observer, an archive).
     events: receives everything worth knowing (docs/operations.md lists the events).
     keep_every: seconds after which what the island has trained since the last commit is saved, again and again, and at
-    an orderly end; 0: never, as in a run of several fragments. A crash then costs the inner steps since that, not all since the commit.
+    an orderly end; 0: never, as in a run of several fragments. A crash then costs the inner steps since that, not all
+    since the commit.
     on_head: awaited after every commit that was applied, with the position; for evaluation and export.
     """
 
