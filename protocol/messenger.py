@@ -16,7 +16,7 @@ from .transport import PeerId, Stream, Transport
 PROTOCOL = "control/1"
 MAX_HEARD = 8192
 """Peers of whom it is remembered when they were heard: more than are known at once; ids cost nothing."""
-_LARGE, _LARGEST = 512, 1 << 16
+_LARGE, _LARGEST = 512, 1 << 15
 """Bytes of messages that are remembered: below, remembering costs more than it saves; above, memory."""
 QUEUE_LIMIT = 256
 """Messages kept for a peer that takes none; beyond it the oldest go first, since news replaces news."""
@@ -35,7 +35,7 @@ def _read(data: bytes, peer: PeerId) -> Control:
         raise PeerMisbehaved(str(error), peer) from None
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=128)
 def _read_again(data: bytes) -> Control:
     """What names a whole roster comes in the same bytes several times: a commit by each herald, and all that is sent to
     everyone by the peers of a simulation."""
