@@ -263,11 +263,11 @@ def _brief(value: Any) -> str:
 def _filled(raw: dict[str, Any], signed: Manifest) -> list[str]:
     """The fields that did not stand in the file."""
     found = []
-    for key, value in signed.model_dump(exclude={"owner", "signature"}).items():
+    for key, value in signed.written().items():
         if isinstance(value, dict):
             had = raw.get(key, {})
             found += [f"{key}.{name}" for name in value if name not in had]
-        elif key not in raw:
+        elif key not in raw and key not in ("owner", "signature"):
             found.append(key)
     return found
 
@@ -289,7 +289,7 @@ def _edited(text: str, manifest: Manifest) -> str:
         pass
     try:
         document: Any = tomlkit.parse(text)
-        for key, value in manifest.model_dump().items():
+        for key, value in manifest.written().items():
             if not isinstance(value, dict):
                 if document.get(key) != value:
                     document[key] = value

@@ -121,16 +121,18 @@ class Accounts:
     def progress(self, of: Progress, fragment: int) -> Progress:
         """The island's progress, as it counts for one fragment."""
         more = self._more[fragment]
+        # Below 0 by what an island that died had lost to this fragment already, and now to all.
         return Progress(
-            of.steps + more.steps, of.tokens + more.tokens, of.units + more.units, of.leased, of.step_time, of.loss,
-            of.fields,
+            max(of.steps + more.steps, 0), max(of.tokens + more.tokens, 0), max(of.units + more.units, 0), of.leased,
+            of.step_time, of.loss, of.fields,
         )  # fmt: skip
 
     def snapshot(self, of: Snapshot, fragment: int) -> Snapshot:
         """The counters of a frozen island, as they count for one fragment."""
         more = self._more[fragment]
         return Snapshot(
-            of.steps + more.steps, of.tokens + more.tokens, of.units + more.units, of.leased, of.stopped
+            max(of.steps + more.steps, 0), max(of.tokens + more.tokens, 0), max(of.units + more.units, 0), of.leased,
+            of.stopped,
         )  # fmt: skip
 
     def wanting(self, of: Progress, fragment: int) -> int:
@@ -141,14 +143,17 @@ class Accounts:
     def unmerged(self, of: Progress) -> int:
         """Tokens that have not been averaged: each in the share of the model in which it has not."""
         shares = [self._layout.fragment(f).parameters / self._layout.parameters for f in range(len(self._more))]
-        return round(sum(share * (of.tokens + more.tokens) for share, more in zip(shares, self._more, strict=True)))
+        return round(sum(share * self.progress(of, number).tokens for number, share in enumerate(shares)))
 
-    def commit(self, fragment: int, share: float, now: Snapshot, of: Snapshot | None) -> None:
+    def commit(
+        self, fragment: int, share: float, now: Snapshot, of: Snapshot | None, *, overwrite: bool = False
+    ) -> None:
         """A commit has averaged a share (0 … 1) of this peer's contribution to a fragment.
 
         now: the island's counters at the moment in which the commit reaches it. of: those that the share is of, where
         steps have been made since (see :func:`.overlap.left`). The island takes the same share out of its own counters;
-        for the other fragments that moves to here.
+        for the other fragments that moves to here. overwrite: the steps made since are lost to this fragment, in the
+        same share. They stay in the island's counters, for it may die before what it has learnt is written down.
         """
         for number, more in enumerate(self._more):
             for name in ("steps", "tokens", "units"):
@@ -156,7 +161,7 @@ class Accounts:
                 kept, before = left(counted, share, since), getattr(more, name)
                 after = before + counted
                 if number == fragment:
-                    after = left(after, share, before + since if since is not None else None)
+                    after = left(after, share, before + since if since is not None and not overwrite else None)
                 setattr(more, name, after - kept)
         if share > 0:
             self._early[fragment] = 0

@@ -523,12 +523,18 @@ class Manifest(_Section):
 
     # ------------------------------------------------------------------ identity
 
-    def _signed_part(self) -> dict[str, Any]:
-        signed = self.model_dump(exclude={"signature"})
+    def written(self) -> dict[str, Any]:
+        """All fields as they stand in a file: those of :data:`LATER` with several fragments only, so that whoever does
+        not know them can read all other manifests, and these keep their run ids."""
+        values = self.model_dump()
         if self.round.fragments == 1:
-            # They came later: a manifest that says nothing of them keeps its run id.
             for section, key in LATER:
-                del signed[section][key]
+                del values[section][key]
+        return values
+
+    def _signed_part(self) -> dict[str, Any]:
+        signed = self.written()
+        del signed["signature"]
         return signed
 
     def canonical(self) -> bytes:
@@ -588,7 +594,7 @@ class Manifest(_Section):
 
         comments: by table and key, for the tables that are opaque here.
         """
-        values = self.model_dump()
+        values = self.written()
         lines = ["# Manifest of an atoll run. Its hash is the run id; whoever changes a value makes another run.", ""]
         tables = []
         for key, field in type(self).model_fields.items():

@@ -69,6 +69,7 @@ from .fetch import Fetcher, Plan
 from .fragments import Accounts
 from .identity import Signer
 from .island import Island, Progress, Run, Snapshot
+from .layout import ChunkLayout
 from .manifest import Manifest
 from .messages import GENESIS, MAX_ROUND_GAP, Body, Commit, Head, Member, Vote, better, decode, hash_of, seal_bytes
 from .messenger import Messenger, message_limit
@@ -677,7 +678,7 @@ class Peer:
         progress = self._accounts.progress(counted, self.fragment)
         wanting = self._accounts.wanting(counted, self.fragment)
         ready = wanting == 0 or (progress.tokens > 0 and (progress.leased == 0 or self._winding_up))
-        eta = 0.0 if ready else wanting * progress.step_time
+        eta = 0.0 if ready else (1 if self._winding_up else wanting) * progress.step_time
         return Report(
             self.head,
             progress.steps,
@@ -1428,7 +1429,7 @@ class Peer:
             # A copy, for the others may commit it yet, and then exactly this Δ has been taken over.
             theta = None
             if current.theta is not None:
-                theta = await self.transport.offload(current.theta.copy)
+                theta = await self.transport.offload(_copied, current.theta, self.layout.fragment(seal.fragment))
             committed = {hash_of(commit.body.seal) for _, commit in self._commits}
             # A roster for leases brought nothing: it must not push out one that did.
             kept = [limbo for limbo in self._limbo if limbo.theta is not None or limbo.round.ballots()]
@@ -1550,11 +1551,11 @@ class Peer:
                 self.directory.heard(PeerId(member.peer))
         more: dict[str, Any] = {}
         if island is not None:
-            # What was done since the freeze stays, and counts next time; by one rule it is lost instead.
-            of = None if frozen is island.local or rule.merge is Merge.OVERWRITE else snapshot
+            # What was done since the freeze stays, and counts next time; by one rule it is lost to this fragment.
+            overwrite, part = rule.merge is Merge.OVERWRITE, self.layout.fragment(body.fragment)
+            of = None if frozen is island.local or (overwrite and self.layout.fragments == 1) else snapshot
             spent = applied.share
             if lost:
-                part = self.layout.fragment(body.fragment)
                 for span in map(part.span, range(part.count)):
                     island.local[span] = self.replica.params[span]
                     if self.replica.residual is not None:
@@ -1567,14 +1568,15 @@ class Peer:
             if moving:
                 moved = await self._move_island(applied.runs, spent=spent, of=of)
                 if moved is not None:
-                    self._accounts.commit(body.fragment, spent, moved, of)
-                    if rule.merge is Merge.OVERWRITE and snapshot is not None:
-                        more["lost_tokens"] = round(max(moved.tokens - snapshot.tokens, 0) * applied.share)
+                    self._accounts.commit(body.fragment, spent, moved, of, overwrite=overwrite)
+                    if overwrite and snapshot is not None:
+                        share = applied.share * (part.parameters / self.layout.parameters)
+                        more["lost_tokens"] = round(max(moved.tokens - snapshot.tokens, 0) * share)
                 more["stopped"] = moved.stopped if moved is not None else 0.0
             elif self._frozen and not self.finished:  # after the last round there is nothing to train for
                 counted = island.progress()
                 now = Snapshot(counted.steps, counted.tokens, counted.units, counted.leased)
-                self._accounts.commit(body.fragment, spent, now, of)
+                self._accounts.commit(body.fragment, spent, now, of, overwrite=overwrite)
                 self._frozen = False
                 ahead = self._may_step(left(now.tokens, spent, of.tokens if of is not None else None))
                 await island.resume(
@@ -1824,3 +1826,11 @@ class Peer:
         if self.island is not None:
             await self._reload_island()
         return True
+
+
+def _copied(theta: Floats, part: ChunkLayout) -> Floats:
+    """A copy of a fragment's elements, in their places; memory elsewhere is not touched."""
+    copy = np.empty_like(theta)
+    for stretch in part.stretches():
+        copy[stretch] = theta[stretch]
+    return copy

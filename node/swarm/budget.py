@@ -60,5 +60,7 @@ def plan_rounds(
     chain = inner_steps * costs.step + costs.round_cpu * fragments
     work = nodes * chain + costs.evaluation
     per_round = max(chain, work / cores) + costs.round_wait * fragments
-    left = (seconds - spent - start - costs.finish) * SAFETY
-    return Plan(max(1, int(left / per_round)), start, per_round, costs.finish)
+    # When all steps are done, all fragments but one have a round more.
+    finish = costs.finish + (fragments - 1) * (max(costs.round_cpu, nodes * costs.round_cpu / cores) + costs.round_wait)
+    left = (seconds - spent - start - finish) * SAFETY
+    return Plan(max(1, int(left / per_round)), start, per_round, finish)

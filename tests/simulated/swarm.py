@@ -87,9 +87,9 @@ class Life:
     """Of several fragments: sample units that each has handed over, or lost, of those that were ever used, in order."""
     entered: dict[str, int] = field(default_factory=dict)
     """By roster: units used until it was frozen for it."""
-    partial: int = 0
-    """Commits with a part of its contribution: what is left of each counter is rounded, and of a unit are ten tokens.
-    """
+    partial: dict[int, int] = field(default_factory=dict)
+    """By fragment: commits with a part of its contribution since one with all of it. What is left of each counter is
+    rounded then, for all fragments, and of a unit are ten tokens."""
 
     @property
     def running(self) -> bool:
@@ -311,7 +311,11 @@ class Swarm:
         if self.manifest.round.merge == "overwrite" and "stopped" in fields:
             upto = life.island.count
         life.handed[fragment] += round((upto - life.handed[fragment]) * share)
-        life.partial += share < 1
+        if share == 1:
+            life.partial.pop(fragment, None)
+        else:
+            for number in range(self.layout.fragments):
+                life.partial[number] = life.partial.get(number, 0) + 1
 
     def _committed(self, name: str, fields: dict[str, Any]) -> None:
         commit_id = bytes.fromhex(fields["id"])
@@ -345,7 +349,7 @@ class Swarm:
         for member, what in zip(body.seal.members, brought, strict=True):
             if what is not None and not body.seal.leases and self.name_of(member.peer) not in self.ignored:
                 tokens = min(10 * what.count, self.manifest.round.weight_cap)
-                rounded = 10 * self.life(self.name_of(member.peer)).partial
+                rounded = 10 * self.life(self.name_of(member.peer)).partial.get(body.fragment, 0)
                 if member.weight and abs(member.weight - tokens) > rounded:
                     self.violations.append(f"round {body.round}: weight {member.weight} for {tokens} tokens")
         for index, (entry, mean) in enumerate(zip(body.chunks, means, strict=True)):
