@@ -104,7 +104,8 @@ async def run_bootstrap(options: BootstrapOptions) -> int:
         keeper = AnchorKeeper(transport, signer, run.manifest, run.folder, log)
         await keeper.start()
         clock = ClockWatch(
-            transport, lonely=keeper.lonely, corrected=lambda: None, warn=lambda message: _warn(log, message)
+            transport, lonely=keeper.lonely, corrected=lambda: None, warn=lambda message: _warn(log, message),
+            admits=run.manifest.admits,
         )  # fmt: skip
         await clock.start()
         address = run_address(run, signer, transport.addresses(), options)

@@ -84,7 +84,6 @@ async def find(
     Raises :class:`UsageError` when there is no such commit, :class:`NetworkError` when nobody can be asked.
     """
     from atoll.protocol.fetch import Fetcher
-    from atoll.protocol.layout import ChunkLayout
     from atoll.protocol.transfer import GetHeads, Heads, ask
 
     records = [record for record in snapshot.records if record.state != "serving" and manifest.admits(record.peer)]
@@ -116,7 +115,7 @@ async def find(
     if not heads:
         raise UsageError(NOTHING)
     wanted = commit if commit is not None else _first(heads).id.hex()
-    fetcher = Fetcher(transport, manifest, ChunkLayout(manifest.state.parameters, manifest.state.chunk), signer)
+    fetcher = Fetcher(transport, manifest, manifest.layout, signer)
     logs = 0
     for peer, head in sorted(
         (item for item in found if item[1].height), key=lambda item: not item[1].id.hex().startswith(wanted)

@@ -16,8 +16,10 @@ from .cli import AddressArgument, JsonOption, read_address
 
 def _commit(text: str | None) -> str | None:
     """Refuse what is no commit id before anybody is asked for it."""
-    if text is not None and re.fullmatch(r"[0-9a-fA-F]{8,64}", text) is None:
-        raise UsageError(f"{text!r} is no commit id; give its first 8 to 64 hex digits, as `atoll status` shows them")
+    if text is not None and re.fullmatch(r"[0-9a-fA-F]{32,64}", text) is None:
+        raise UsageError(
+            f"{text!r} is no commit id; give its 64 hex digits, or 32 of them at least: shorter ones others could make"
+        )
     return text.lower() if text is not None else None
 
 
@@ -34,7 +36,7 @@ def anchor(
         str | None,
         typer.Option(
             "--commit", "-c", metavar="ID", callback=_commit, show_default=False,
-            help="The commit, or how its id begins. [default: the head that most peers have]",
+            help="The commit's id, 32 digits of it at least. [default: the head that most peers have]",
         ),
     ] = None,
     json: JsonOption = False,
@@ -51,7 +53,7 @@ def anchor(
 
       atoll anchor @address --key owner.key
 
-      atoll anchor @address --key owner.key --commit 3f9ac2d81b5e
+      atoll anchor @address --key owner.key --commit 3f9ac2d81b5e77a04d1c9e5b2a6f8013
     """  # fmt: skip
     from .anchor import anchor_run
 

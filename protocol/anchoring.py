@@ -11,6 +11,7 @@ anything: nobody who claims it, nobody to follow.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -174,7 +175,7 @@ class Guide:
         self._publish = publish
         self._news = Wakeup()
         self._told: tuple[bytes, bool] | None = None
-        self._claims: dict[PeerId, bytes] = {}
+        self._claims: dict[PeerId, Anchor] = {}
         """The anchor that a peer says is behind its head."""
         self._doubts: dict[PeerId, tuple[float, float]] = {}
         """Who said so and could not show it: for how long that was not believed, and until when."""
@@ -193,7 +194,7 @@ class Guide:
             self._events("warning", message="the anchor on disk is not one of this run's owner; going on without it")
 
     def _adopt(self, anchor: Anchor, sealed: bytes) -> None:
-        self._store.lineage.adopt(anchor, sealed, self._store.log.entries())
+        self._store.lineage.adopt(anchor, sealed)
         self._doubts.clear()
         self._news.set()
         self._changed()
@@ -237,16 +238,15 @@ class Guide:
     async def take(self, bodies: Sequence[bytes]) -> None:
         """Keep bodies that show that the anchor is behind some commit; see :meth:`.lineage.Lineage.keep`."""
         if bodies:
-            lineage, log = self._store.lineage, self._store.log
-            await self._transport.offload(keep_quietly, lineage, bodies, log.entries())
+            await self._transport.offload(keep_quietly, self._store.lineage, bodies)
 
     def told(self, peer: PeerId, sealed: bytes, anchored: bool) -> None:
         """What a peer says of an anchor and its own head."""
         self.anchors.learn(sealed, peer)
+        self._claims.pop(peer, None)
         if anchored and sealed:
-            self._claims[peer] = sealed
-        else:
-            self._claims.pop(peer, None)
+            with contextlib.suppress(PeerMisbehaved):  # what is no anchor has been reported
+                self._claims[peer] = peek(sealed)
 
     def forget(self, peer: PeerId) -> None:
         """A peer has been gone for long."""
@@ -256,7 +256,7 @@ class Guide:
     def claims(self, peer: PeerId) -> bool:
         """Whether a peer says that the newest anchor is behind its head, and may be believed at present."""
         said, doubt = self._claims.get(peer), self._doubts.get(peer)
-        return bool(said) and said == self.anchors.sealed and (doubt is None or doubt[1] <= self._transport.now())
+        return said is not None and said == self.newest and (doubt is None or doubt[1] <= self._transport.now())
 
     def doubt(self, peer: PeerId) -> None:
         """It could not show what it claimed: that is not believed for T, then for twice as long, at most for 60T."""

@@ -48,17 +48,18 @@ class ClockWatch:
     """Watches one peer's wall clock, and tells others the time.
 
     lonely: whether no valid record has been seen for a while. corrected: called after a correction, to read and publish
-    records anew. warn: told of it.
+    records anew. warn: told of it. admits: whom to ask at all.
     """
 
     def __init__(
         self, transport: Transport, *, lonely: Callable[[], bool], corrected: Callable[[], None],
-        warn: Callable[[str], None],
+        warn: Callable[[str], None], admits: Callable[[PeerId], bool],
     ) -> None:  # fmt: skip
         self._transport = transport
         self._lonely = lonely
         self._corrected = corrected
         self._warn = warn
+        self._admits = admits
         self.applied = 0.0
         """Seconds that are added to this machine's clock."""
 
@@ -79,7 +80,7 @@ class ClockWatch:
 
     async def measure(self) -> None:
         """Ask, and go by the answers, if there are any."""
-        peers = self._transport.contacts()[:ASKED]
+        peers = [peer for peer in self._transport.contacts() if self._admits(peer)][:ASKED]
         offsets = [o for o in await asyncio.gather(*(self._ask(peer) for peer in peers)) if o is not None]
         if not offsets:
             return

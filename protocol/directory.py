@@ -21,8 +21,10 @@ READ_EVERY = (1.0, 10.0)
 is known."""
 READ_SHARE = 0.5
 """Seconds between two readings for each peer known, where that is more: what reading costs grows with them."""
-LONELY = (2.5, 30.0)
-"""Seconds without a valid record of another after which this peer counts as alone: at the start, and later."""
+BARREN = 2
+"""Whole readings in a row without a valid record of another after which this peer counts as alone …"""
+SETTLED = 2.5
+"""… but not within so many seconds of its start."""
 SETTLE = 1.0
 """Seconds for which a new state must last to be published: states flicker at the end of a round."""
 MAX_KNOWN = 4096
@@ -72,15 +74,12 @@ class Directory:
         self._read_now = Wakeup()
         self._anew = False
         self._began = transport.now()
-        self._believed: float | None = None
-        """When a record of another was last read and believed."""
+        self._barren = 0
+        """Readings in a row that brought no record of another that could be believed."""
 
     def lonely(self) -> bool:
-        """Whether no valid record of another has come for longer than one takes to be renewed."""
-        now = self._transport.now()
-        if self._believed is None:
-            return now - self._began > LONELY[0]
-        return now - self._believed > LONELY[1]
+        """Whether this peer reads again and again, and finds no record of another that it can believe."""
+        return self._barren > BARREN and self._transport.now() - self._began > SETTLED
 
     def anew(self) -> None:
         """The wall clock is another: read all records, and publish the own one, at once."""
@@ -147,6 +146,7 @@ class Directory:
         pause = READ_EVERY[0]
         while True:
             self._read_now.clear()
+            self._barren += 1
             for bucket in range(BUCKETS):
                 for peer, data in (await self._transport.dht.read(dht_key(self._manifest.run_id, bucket))).items():
                     self._take(peer, data)
@@ -159,14 +159,16 @@ class Directory:
         if peer == self._transport.peer_id or not self._manifest.admits(peer):
             return
         known = self.known.get(peer)
-        if known is not None and known.raw == data:
+        if known is not None and known.record is not None and known.raw == data:
+            if known.record.expires >= self._transport.wall():
+                self._barren = 0
             return
         try:
             record = open_record(data, self._signer, self._manifest.run_id, now=self._transport.wall(), subkey=peer)
         except PeerMisbehaved as error:
             self._refused(peer, str(error))
             return
-        now = self._believed = self._transport.now()
+        self._barren, now = 0, self._transport.now()
         if known is None:
             if len(self.known) >= MAX_KNOWN:
                 return

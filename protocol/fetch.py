@@ -22,17 +22,18 @@ from .anchoring import Guide
 from .averaged import size_limit
 from .checkpoints import blob_span, digest_of, split
 from .codecs import averages_codec, get_codec
-from .commits import START, Position, averaged_tokens, check_child, position_of, verify_commit
+from .commits import START, Position, averaged_tokens, check_body, check_child, position_of, verify_commit
 from .disk import Buffer
 from .errors import Fault, NetworkDown, PeerMisbehaved, PeerUnreachable, TransportError, fault_of
 from .identity import Signer
 from .layout import ChunkLayout
 from .lineage import MAX_LINEAGE, MAX_LINEAGE_BYTES
 from .manifest import Manifest
-from .messages import MAX_MEMBERS, NO_DIGEST, Body, Commit, Head, better, decode, encode
+from .messages import MAX_MEMBERS, NO_DIGEST, Body, Commit, Head, better, decode, encode, hash_of, head_of
 from .store import Store
 from .transfer import (
     PAGE_BYTES,
+    PAGE_COMMITS,
     PROTOCOL,
     Bodies,
     Chain,
@@ -246,14 +247,21 @@ class Fetcher:
         donor is asked to, if ``ask``."""
         own = max((start.height for start in starts.values() if start.height < head.height), default=0)
         if head.id in starts:
-            below = await self._lineage(peer, [head.id], head.height, anchor, ask)
+            if head != starts[head.id]:
+                raise PeerMisbehaved("a head that is not what its commit says", peer)
+            below = await self._lineage(peer, [head], starts, anchor, ask)
             return Plan(head, head, None, [], list(offers), *_shown(anchor, below, [], head))
         steps = await self._chain(peer, head, own + 1)
         if steps[0].position.head.height == own + 1 > 1 and steps[0].commit.body.parent not in starts:
             # Another fork: begin as low as they can.
             steps = await self._chain(peer, head, 0)
         ids = [step.commit.body.parent for step in steps]
-        below = await self._lineage(peer, [head.id, *reversed(ids)], steps[0].commit.body.height - 1, anchor, ask)
+        # Where the log begins, a body says itself what came before; of what is here that is known better.
+        lowest = steps[0].commit.body.seal.base
+        if lowest != starts.get(lowest.id, lowest):
+            raise PeerMisbehaved("a log whose beginning is not what its commit says", peer)
+        path = [*(step.position.head for step in reversed(steps)), lowest]
+        below = await self._lineage(peer, path, starts, anchor, ask)
         mine = next((at for at in reversed(range(len(ids))) if ids[at] in starts), None)
         held: dict[bytes, list[PeerId]] = {}
         for other, heads in offers.items():
@@ -275,18 +283,23 @@ class Fetcher:
         return Plan(head, base, None, steps[mine:], donors, *_shown(anchor, below, steps, base))
 
     async def _lineage(
-        self, peer: PeerId, path: Sequence[bytes], height: int, anchor: Anchor | None, ask: bool
+        self, peer: PeerId, path: Sequence[Head], starts: Mapping[bytes, Head], anchor: Anchor | None, ask: bool
     ) -> list[bytes] | None:
-        """The bodies between an anchor and a path of verified commits (newest first, the last one of that height);
-        none are needed where the path reaches the anchor, or what is known to stand on it.
+        """The bodies between an anchor and a path of verified commits, newest first; none are needed where the path
+        reaches the anchor, or what is here and known to stand on it.
 
+        Each must be sound, be the one that the commit above it names, and stand where that says in all respects, down
+        to the anchored commit as its owner signed it. So nobody can invent the weight between the two.
         None when the donor cannot show that the anchor is behind the path. Raises :class:`PeerMisbehaved` for bodies
         that are not those asked for.
         """
         if anchor is None or self._guide is None:
             return None
-        if anchor.head.id in path or any(map(self._guide.holds, path)):
-            return []
+        for head in path:
+            if head.id == anchor.head.id:
+                return [] if head == anchor.head else None
+            if head.id in starts and self._guide.holds(head.id):
+                return [] if head == starts[head.id] else None
         if not ask:
             return None
         bodies: list[bytes] = []
@@ -294,25 +307,41 @@ class Fetcher:
         stream = await self._transport.open(peer, PROTOCOL, timeout=self._patience)
         limit = PAGE_BYTES + self._commit_limit + 4096
         try:
-            while wanted != anchor.head.id:
-                if height <= anchor.head.height or size > MAX_LINEAGE_BYTES or len(bodies) > MAX_LINEAGE:
+            while wanted.height > anchor.head.height:
+                if size > MAX_LINEAGE_BYTES or len(bodies) > MAX_LINEAGE:
                     return None
-                await send_request(stream, GetLineage(wanted, anchor.head.height), self._patience)
+                await send_request(stream, GetLineage(wanted.id, anchor.head.height), self._patience)
                 page = expect(await receive_response(self._transport, stream, limit, self._patience), Bodies, peer)
-                if not page.bodies:
-                    raise PeerMisbehaved("an empty page of bodies", peer)
+                before = size
                 for data in page.bodies:
-                    if height <= anchor.head.height:
+                    if wanted.height <= anchor.head.height:
                         raise PeerMisbehaved("bodies below what was asked for", peer)
-                    wanted = await self._transport.offload(_parent_in, data, wanted, height, peer)
-                    height -= 1
+                    wanted = await self._transport.offload(self._base_in, data, wanted, peer)
                     size += len(data)
                 bodies += page.bodies
+                # A page ends before its bounds only where this donor knows no more: small ones could go on for days.
+                if (
+                    wanted.height > anchor.head.height
+                    and len(page.bodies) < PAGE_COMMITS
+                    and size - before <= PAGE_BYTES
+                ):
+                    return None
         except Declined:
             return None
         finally:
             await stream.close()
-        return bodies
+        return bodies if wanted == anchor.head else None
+
+    def _base_in(self, data: bytes, wanted: Head, peer: PeerId) -> Head:
+        """What a body stands on; it must be sound, and the one wanted. Raises :class:`PeerMisbehaved`."""
+        body = decode(data, Body, peer)
+        if encode(body) != data or head_of(body, hash_of(body)) != wanted:
+            raise PeerMisbehaved("a body that is not the one asked for", peer)
+        try:
+            check_body(body, self._manifest, self._layout)
+        except PeerMisbehaved as error:
+            raise PeerMisbehaved(f"a lineage with {error}", peer) from None
+        return body.seal.base
 
     def _cost(self, steps: Sequence[Step]) -> int:
         """Bytes of the chunks to be fetched."""
@@ -642,16 +671,6 @@ class _Collection:
 def _matches(data: bytes, wanted: bytes) -> bool:
     digest: bytes = blake3(data).digest()
     return digest == wanted
-
-
-def _parent_in(data: bytes, wanted: bytes, height: int, peer: PeerId) -> bytes:
-    """The parent that a body names, which must be the one wanted. Raises :class:`PeerMisbehaved`."""
-    if not _matches(data, wanted):
-        raise PeerMisbehaved("a body that is not the one asked for", peer)
-    body = decode(data, Body, peer)
-    if body.height != height:
-        raise PeerMisbehaved(f"a body of height {body.height} where {height} belongs", peer)
-    return body.parent
 
 
 def _shown(

@@ -209,7 +209,7 @@ class Peer:
             publish=self.directory.publish_anew, refused=self._refuse,
         )  # fmt: skip
         self.clock = ClockWatch(
-            transport, lonely=self.directory.lonely, corrected=self.directory.anew,
+            transport, lonely=self.directory.lonely, corrected=self.directory.anew, admits=manifest.admits,
             warn=lambda message: self._events("warning", message=message),
         )  # fmt: skip
         self.fetcher = Fetcher(
@@ -1688,8 +1688,8 @@ class Peer:
         try:
             starts = await self.transport.offload(self.store.restorable)
             plan = await self.fetcher.plan(claimants, self.head, starts)
-            if plan is not None:
-                await self.guide.take(plan.lineage)
+            if plan is not None and plan.base == plan.head:
+                await self.guide.take(plan.lineage)  # of a chain that is here
             self._plan = plan
         except (TransportError, ResourceError, StateError) as error:
             self._events("warning", message=f"cannot catch up yet: {error}")
@@ -1740,6 +1740,7 @@ class Peer:
                 for peer in plan.donors:
                     self._disbelieve(peer)
         else:
+            await self.guide.take(plan.lineage)
             if plan.base == self.head and plan.checkpoint is None:
                 await self._walk(plan)
             else:
@@ -1789,7 +1790,10 @@ class Peer:
         await self._replay(loaded.replay)
         if self.store.prefers(head, self.head):
             self._owed = head
-        await self.transport.offload(self.store.see, head)
+        try:
+            await self.transport.offload(self.store.see, head)
+        except ResourceError as error:
+            self._events("warning", message=f"the head was not written down: {error}")
         self._events(
             "resync", round=self.head.round, outer_step=self.head.outer_step, left=before.id.hex(),
             left_round=before.round, lost_tokens=self._accounts.unmerged(progress),

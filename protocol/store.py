@@ -39,7 +39,7 @@ from .disk import Buffer, Disk, FolderDisk
 from .errors import CheckpointError, PeerMisbehaved, StateError
 from .layout import ChunkLayout
 from .lineage import Lineage, keep_quietly
-from .messages import GENESIS, NO_DIGEST, Body, Commit, Head, better, decode, encode, hash_of
+from .messages import GENESIS, NO_DIGEST, Body, Commit, Head, better, decode, encode
 from .state import GlobalState
 
 RUN_FILE = "run.json"
@@ -84,8 +84,7 @@ class Store:
         self.seen = self._read_head()
         """The best head ever logged here. Who has seen one never starts from θ₀, whatever is left on disk."""
         self.log = CommitLog(disk, run_id, self._warn)
-        self.lineage = Lineage(disk, self._warn)
-        self.lineage.rebuild(self.log.entries())
+        self.lineage = Lineage(disk, self.log.entries, self._warn)
         self.checkpoints = Checkpoints(disk, run_id, layout, self._warn)
 
     @classmethod
@@ -146,8 +145,8 @@ class Store:
 
     def append(self, commit: Commit, chunks: Sequence[Buffer]) -> LogEntry:
         """Log a commit with its averaged chunks; see :meth:`CommitLog.append`."""
-        self.lineage.link(hash_of(commit.body), commit.body.parent)
         entry = self.log.append(commit, chunks)
+        self.lineage.link(entry.id, entry.parent)
         self.see(entry.head)
         return entry
 
@@ -266,7 +265,7 @@ class Store:
             commits = [self.log.commit(entry.id) for entry in leaving]
             bodies = [encode(commit.body) for commit in commits if commit is not None]
             if bodies:
-                keep_quietly(self.lineage, bodies, self.log.entries())
+                keep_quietly(self.lineage, bodies)
         self.log.prune(below)
 
     def checkpoint_heads(self) -> list[Head]:

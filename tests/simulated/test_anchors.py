@@ -9,11 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from atoll.node.anchor import Found, find
+from atoll.node.status import Snapshot
+from atoll.protocol.address import RunAddress
 from atoll.protocol.anchor import Anchor, seal_anchor
 from atoll.protocol.anchoring import PROTOCOL, Bring, exchange
 from atoll.protocol.identity import Ed25519Signer, FastSigner
 from atoll.protocol.manifest import Manifest
-from atoll.protocol.messages import Head, better, encode, hash_of, head_of
+from atoll.protocol.messages import GENESIS, Head, better, encode, hash_of, head_of
+from atoll.protocol.records import Record
 from atoll.protocol.simulation import SimTransport
 from atoll.protocol.transport import PeerId
 
@@ -388,3 +392,30 @@ def test_a_restart_remembers_the_anchor() -> None:
 
     swarm.network.run(main())
     assert swarm.violations == []
+
+
+def test_the_command_finds_the_head_of_a_run_of_several_fragments() -> None:
+    swarm = build(LEFT, budget={"rounds": 60}, round={"fragments": 3})
+    found: list[Found] = []
+
+    async def program(transport: SimTransport) -> None:
+        records = [
+            Record(
+                run=swarm.manifest.run_id, peer=str(swarm.hosts[name].peer_id), issued=1, expires=61, addresses=(),
+                state="training", head=GENESIS, reachable=True,
+            )
+            for name in LEFT
+        ]  # fmt: skip
+        address = RunAddress(swarm.manifest.run_id, [f"/ip4/127.0.0.1/tcp/9/p2p/{OWNER.peer_id}"])
+        found.append(await find(transport, swarm.manifest, OWNER, Snapshot(address, tuple(records), 0), None, 5.0))
+
+    async def main() -> None:
+        await until(swarm, lambda: len(swarm.commits) >= 8)
+        swarm.network.host("organiser").run(program)
+        await until(swarm, lambda: bool(found), 10)
+        hand_over(swarm, "p0", sealed(swarm, found[0].head))
+        await until(swarm, lambda: all(held(swarm, name) for name in LEFT), 20)
+
+    swarm.network.run(main())
+    assert swarm.violations == []
+    assert found[0].head.id in chain_of(swarm, "p0")

@@ -90,7 +90,7 @@ def test_a_claim_of_weight_alone_is_not_the_default() -> None:
         search(None, {"liar": heavy})
 
 
-@pytest.mark.parametrize("digits", [8, 16, 64])
+@pytest.mark.parametrize("digits", [32, 64])
 def test_a_commit_is_found_by_the_beginning_of_its_id(digits: int) -> None:
     for position in POSITIONS[4:]:
         assert search(position.head.id.hex()[:digits], {"a": TIP, "b": TIP}).head == position.head
