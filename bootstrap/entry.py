@@ -127,6 +127,7 @@ async def run_bootstrap(options: BootstrapOptions) -> int:
             asyncio.create_task(_publish(run, signer, transport, keeper, log)),
             asyncio.create_task(_progress(transport, log)),
             asyncio.create_task(clock.run()),
+            asyncio.create_task(_look_after_anchor(keeper)),
             asyncio.create_task(stop.wait()),
         ]
         try:
@@ -255,7 +256,7 @@ def _tell(options: BootstrapOptions, address: str, signer: Ed25519Signer) -> Non
 async def _publish(
     run: Run, signer: Ed25519Signer, transport: HivemindTransport, keeper: AnchorKeeper, log: EventLog
 ) -> None:
-    """Keep a record in the DHT, so that others see who serves the run, and the organiser's anchor among the peers."""
+    """Keep a record in the DHT, so that others see who serves the run."""
     key = dht_key(run.manifest.run_id, bucket_of(signer.peer_id))
     while True:
         now = transport.wall()
@@ -276,6 +277,12 @@ async def _publish(
             await transport.dht.publish(key, seal_record(record, signer), EXPIRES_IN)
         except TransportError as error:
             log.write("warning", message=f"the own record was not published: {error}")
+        await asyncio.sleep(PUBLISH_EVERY)
+
+
+async def _look_after_anchor(keeper: AnchorKeeper) -> None:
+    """Beside the record, which must not wait for peers that are slow."""
+    while True:
         await keeper.turn()
         await asyncio.sleep(PUBLISH_EVERY)
 
