@@ -244,7 +244,7 @@ def test_what_leaves_the_log_is_still_shown() -> None:
 
 def test_a_proof_that_grows_too_long_is_cut_from_below_and_what_is_known_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atoll.protocol.lineage.MAX_LINEAGE", 3)
-    disk, warned = MemoryDisk(), []
+    disk, warned = MemoryDisk(), list[str]()
     store = store_on(disk, warned.append)
     chain = RUN.chain(14)
     for commit, chunks, position in chain:
@@ -266,7 +266,7 @@ def test_a_proof_that_grows_too_long_is_cut_from_below_and_what_is_known_stays(m
     "damage", [lambda data: data[:-1], lambda data: data[:20] + b"\xff" + data[21:], lambda _: b""]
 )
 def test_damage_is_set_aside(damage: Callable[[bytes], bytes]) -> None:
-    disk, warned = MemoryDisk(), []
+    disk, warned = MemoryDisk(), list[str]()
     store = store_on(disk)
     chain = RUN.chain(8)
     for commit, chunks, position in chain:
@@ -320,7 +320,7 @@ def test_a_commit_that_is_logged_while_bodies_are_written_stands_on_the_anchor()
         store.append(commit, chunks)
     adopt(store, TRUNK[0][2].head)
     late = LIGHT[2]
-    disk.meanwhile = lambda: store.append(late[0], late[1]) and None
+    disk.meanwhile = lambda: list(map(store.append, [late[0]], [late[1]])).clear()
     store.lineage.keep([encode(commit.body) for commit, _, _ in TRUNK[1:]])
     assert store.lineage.holds(late[2].head.id)
 
