@@ -56,6 +56,8 @@ class BenchPeer:
         self.early: list[tuple[Any, Any]] = []
         self.book: list[tuple[str, list[str]]] = []
         self.commit: Any = None
+        self.quiet = True
+        """Whether no round is in flight: then links may be measured."""
 
     async def start(self, folder: Path) -> Any:
         """Start the transport; answers (peer id, addresses, pid of the daemon)."""
@@ -69,11 +71,14 @@ class BenchPeer:
         from atoll.protocol.malloc import keep_freed_memory
         from atoll.protocol.manifest import Manifest, suggested_chunk
         from atoll.protocol.messenger import Messenger, message_limit
+        from atoll.protocol.probe import Prober
+        from atoll.protocol.rates import Rates
         from atoll.protocol.reduce import PROTOCOL as REDUCE
         from atoll.protocol.replica import Replica
         from atoll.protocol.state import GlobalState
         from atoll.protocol.store import Store
         from atoll.protocol.transfer import Donor
+        from atoll.protocol.transport import PeerId
 
         keep_freed_memory()
         kernels.warm_up()
@@ -117,6 +122,13 @@ class BenchPeer:
         self.fetcher = Fetcher(self.transport, self.manifest, layout, self.signer, report=self._refused)
         donor = Donor(self.transport, Store(MemoryDisk(), self.manifest.run_id, layout), recent=self._recent)
         await donor.start()
+        self.rates = Rates(self.transport.now())
+        self.prober = Prober(
+            self.transport, self.rates, room=lambda: 60.0 if self.quiet else 0.0,
+            partners=lambda: [PeerId(peer) for peer, _ in self.book if peer != self.transport.peer_id],
+            known=lambda peer: True, refused=self._refused, events=self._events,
+        )  # fmt: skip
+        await self.prober.start()
         return self.transport.peer_id, self.transport.addresses(), self.transport.daemon_pid
 
     async def close(self) -> None:
@@ -185,7 +197,7 @@ class BenchPeer:
         print(f"peer {self.index}: refused {peer}: {reason}", flush=True)
 
     def _events(self, event: str, /, **fields: Any) -> None:
-        if event in ("refused", "warning", "reassign"):
+        if event in ("refused", "warning", "reassign", "probe"):
             print(f"peer {self.index}: {event} {fields}", flush=True)
 
     def _receive(self, peer: Any, message: Any) -> None:
@@ -214,19 +226,30 @@ class BenchPeer:
     def _recent(self, digest: bytes) -> bytes | None:
         return None if self.current is None else self.current.held.get(digest)
 
-    async def round(self, number: int, rates: list[float] | None = None) -> dict[str, Any]:
+    async def probe(self) -> None:
+        """Measure the own link, as a peer does between rounds."""
+        await self.prober.measure(lenient=True)
+
+    async def stated(self) -> tuple[float, float]:
+        """What this peer would state of its link, up and down."""
+        return self.rates.upload, self.rates.download
+
+    async def round(
+        self, number: int, rates: list[tuple[float, float]] | None = None, learn: bool = False
+    ) -> dict[str, Any]:
         """One round with everyone, to its commit. The roster of a number is the same at every peer.
 
-        rates: bytes per second of each peer's link, as the roster states them; unknown, and equal parts, without."""
+        rates: bytes per second of each peer's link, up and down, as the roster states them; unknown, and equal parts,
+        without. learn: whether the peer takes what it sees of this round into account in what it states."""
         from atoll.protocol.calling import Calling, make_seal
         from atoll.protocol.messages import GENESIS, Member, hash_of
         from atoll.protocol.round import Round, Surroundings
         from atoll.protocol.transport import PeerId
 
-        rates = rates or [0.0] * len(self.book)
+        rates = rates or [(0.0, 0.0)] * len(self.book)
         members = [
-            Member(peer, bytes([number] * 16), 1000, 50, 100, rate, rate, True)
-            for (peer, _), rate in zip(self.book, rates, strict=True)
+            Member(peer, bytes([number] * 16), 1000, 50, 100, up, down, True)
+            for (peer, _), (up, down) in zip(self.book, rates, strict=True)
         ]
         calling = Calling(bytes([number] * 16), number, GENESIS, set())
         calling.entered = {PeerId(member.peer): member for member in members[1:]}
@@ -260,7 +283,11 @@ class BenchPeer:
             self._receive(peer, message)
         if profile is not None:
             profile.enable()
+        self.quiet = False
         commit = await current.run()
+        self.quiet = True
+        if learn:
+            self.rates.round(current.account(), self.transport.now())
         if profile is not None:
             profile.disable()
             profile.dump_stats(self.options["profile"])

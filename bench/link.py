@@ -9,8 +9,9 @@ for bare streams that push as many bytes over the same links between the rounds.
 links carried, headers and all, against the same bytes as ``bytes/ideal``; ``link busy`` is the share of the round's
 time that they take on the busiest uplink.
 
-``--unequal 100 20 20`` gives every peer a link of its own and runs the same rounds twice: with equal parts, and with
-parts by the bandwidth that the roster states.
+``--unequal 100 20 20`` gives every peer a link of its own and runs the same rounds three times: with equal parts, with
+parts by the nominal bandwidth of the links, and by what the peers state when they have measured it themselves (a round
+with equal parts, then each probes in turn; the rounds that count add what they see).
 
 Needs root, and a machine that has nothing else to do: delays are made by processes.
 """
@@ -61,7 +62,7 @@ def measure(links: list[float], rtt: float, options: argparse.Namespace) -> list
             encoded = crew.ask("meet", book)[0]
             size = 2 * (peers - 1) * encoded // peers
             raw: list[float] = []
-            rounds: dict[str, list[Row]] = {"equal": []} if equal else {"equal": [], "by rate": []}
+            rounds: dict[str, list[Row]] = {"equal": []} if equal else {"equal": [], "by rate": [], "as measured": []}
             number = 0
             for repeat in range(options.repeats + 1):
                 if equal:
@@ -70,12 +71,18 @@ def measure(links: list[float], rtt: float, options: argparse.Namespace) -> list
                 for parts, done in rounds.items():
                     number += 1
                     crew.ask("let_go")
-                    rates = [mbit * 1e6 / 8 for mbit in links] if parts == "by rate" else None
+                    own = parts == "as measured"
+                    rates = [(mbit * 1e6 / 8, mbit * 1e6 / 8) for mbit in links] if parts == "by rate" else None
+                    if own and repeat:
+                        rates = crew.ask("stated")
                     before = network.sent()
-                    answers = crew.ask("round", number, rates)
+                    answers = crew.ask("round", number, rates, own)
                     wire = [after - at for after, at in zip(network.sent(), before, strict=True)]
                     if repeat:
-                        done.append(_row(answers, links, encoded, size * peers, wire))
+                        done.append(_row(answers, links, encoded, size * peers, wire) | {"stated": rates})
+                    elif own:
+                        for index in range(peers):
+                            crew.tell(index, ("probe",))
     rows = []
     for parts, done in rounds.items():
         median = sorted(done, key=lambda row: row["seconds"])[(len(done) - 1) // 2]
@@ -123,7 +130,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, nargs="*", default=[20, 100, 500], help="a row each, all links alike")
-    parser.add_argument("--unequal", type=float, nargs="+", help="Mbit/s of each peer's link, for two rows more")
+    parser.add_argument("--unequal", type=float, nargs="+", help="Mbit/s of each peer's link, for three rows more")
     parser.add_argument("--rtt", type=float, nargs="+", default=[20, 100], help="milliseconds")
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--params", type=int, default=0, help="default: 10, 40, 100 million at 20, 100, 500 Mbit/s")

@@ -18,6 +18,8 @@ Every line has ``t``, ``event`` and ``peer`` (see :mod:`atoll.protocol.eventlog`
 ``anchor``      number, commit, round, outer_step, height: the organiser's newest anchor; held: whether it is in this
                 peer's chain (a bootstrap peer has none); again when that changes
 ``evaluation``  round, outer_step, tokens, bytes, val_loss (nats per token); an observer's
+``probe``       upload, download: bytes per second that the link alone was found to carry, stated: the two that the
+                node states now, partners (peer ids) that it was measured with
 ``refused``     from, reason, fault (hostile, slow, gone): a peer that was not listened to
 ``warning``     message
 ``exit``        code, reason

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from .commits import split_parts
 from .control import Ballot, Enter
 from .deadline import deadline_seconds
 from .layout import ChunkLayout
 from .manifest import Manifest
 from .messages import Head, Member, Seal, hash_of
+from .parts import split_parts
 from .transport import PeerId
 
 

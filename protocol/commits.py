@@ -19,7 +19,6 @@ from .messages import (
     Commit,
     Head,
     Lease,
-    Part,
     Seal,
     Span,
     hash_of,
@@ -65,29 +64,6 @@ def members_in(contributors: bytes, members: int) -> list[int]:
     if len(contributors) != (members + 7) // 8 or value >> members:
         raise PeerMisbehaved(f"a bitmap of {len(contributors)} bytes does not fit {members} members")
     return [i for i in range(members) if value >> i & 1]
-
-
-def split_parts(seal_members: Sequence[tuple[bool, float, float]], chunks: int) -> list[Part]:
-    """Cut ``chunks`` into parts over the reachable members, in proportion to the bandwidth that bounds each.
-
-    seal_members: (reachable, upload, download) of each member, bytes per second, 0 when unknown. With nobody
-    reachable the first member reduces everything: its own connections carry the others' streams.
-    """
-    able = [i for i, (reachable, _, _) in enumerate(seal_members) if reachable] or [0]
-    # A reducer receives n-1 and sends n-1 copies of its part, so the smaller direction counts.
-    rates = [min(seal_members[i][1], seal_members[i][2], 1e15) for i in able]
-    known = sorted(rate for rate in rates if rate > 0)
-    median = known[len(known) // 2] if known else 1.0
-    # Measured rates are noisy: no member gets more than four times another's share because of them.
-    rates = [min(max(rate or median, median / 2), median * 2) for rate in rates]
-    total, given, parts, run = sum(rates), 0, [], 0.0
-    for index, rate in zip(able, rates, strict=True):
-        run += rate
-        upto = chunks if index == able[-1] else round(chunks * run / total)
-        if upto > given:
-            parts.append(Part(index, given, upto - given))
-            given = upto
-    return parts
 
 
 def grant_leases(seal: Seal, cursor: int, max_lease: int) -> tuple[list[Lease], int]:

@@ -74,6 +74,8 @@ from .manifest import Manifest
 from .messages import GENESIS, MAX_ROUND_GAP, Body, Commit, Head, Member, Vote, better, decode, hash_of, seal_bytes
 from .messenger import Messenger, message_limit
 from .overlap import Merge, Overlap, left
+from .probe import Prober
+from .rates import Rates
 from .records import Record, State
 from .reduce import HELLO_LIMIT, Hello
 from .reduce import PROTOCOL as REDUCE
@@ -290,8 +292,12 @@ class Peer:
         self._recoveries = 0
         self._owed = GENESIS
         """The best head that this peer ever had; below it, it takes part in nothing."""
-        self._upload = 0.0
-        self._download = 0.0
+        self.rates = Rates(transport.now())
+        self._prober = Prober(
+            transport, self.rates, room=self._room, partners=self._partners,
+            known=lambda peer: manifest.admits(peer) and peer in self.directory.known, refused=self._refuse,
+            events=self._events,
+        )  # fmt: skip
 
     # --- life ----------------------------------------------------------------------------------------------------
 
@@ -306,7 +312,9 @@ class Peer:
             await self.donor.start()
             await self.guide.anchors.start()
             await self.clock.start()
+            await self._prober.start()
             if self.island is not None:
+                self._spawn(self._prober.run())
                 await self._begin_training()
             tasks = self.directory.publish(), self.directory.read(), self._report(), self._watch_clock()
             for work in (*tasks, self.guide.keep(), self.clock.run()):
@@ -379,18 +387,40 @@ class Peer:
     def _in_round(self, peer: PeerId) -> bool:
         return self._round is not None and peer in self._round.peers
 
+    def _room(self) -> float:
+        """Seconds for which no round will want this peer's link, as far as it knows; 0 while one may."""
+        if self.finished or self._round is not None or self._engaged is not None or self._invitation is not None:
+            return 0.0
+        if self.state not in ("training", "waiting", "observing"):
+            return 0.0
+        return self._own_report().eta if self.island is not None else float("inf")
+
+    def _partners(self) -> list[PeerId]:
+        """Others to measure the link with, in random order: those first who can be reached and were heard lately."""
+        peers = [peer for peer in self.directory.known if not self.messenger.failing(peer)]
+        self.transport.random.shuffle(peers)
+
+        def doubtful(peer: PeerId) -> tuple[bool, bool]:
+            record = self.directory.known[peer].record
+            silent = self.messenger.silent_for(peer, float("-inf")) > 30 * self._silence
+            return record is not None and not record.reachable, silent
+
+        return sorted(peers, key=doubtful)
+
     def _record(self, expires: float) -> Record:
         progress = self.island.progress() if self.island is not None else Progress()
         return Record(
             run=self.manifest.run_id, peer=self.transport.peer_id, issued=self.transport.wall(), expires=expires,
             addresses=tuple(self.transport.addresses()), state=self.state, head=self.head,
-            step_time=progress.step_time, tokens=self.contributed, upload=self._upload, download=self._download,
+            step_time=progress.step_time, tokens=self.contributed,
+            upload=self.rates.upload, download=self.rates.download,
             version=self.version, reachable=self.reachable, name=self.name, anchor=self.guide.anchors.sealed,
             anchored=self.guide.holds(self.head.id),
         )  # fmt: skip
 
     def _transferred(self, done: int, total: int) -> None:
         now = self.transport.now()
+        self.rates.transferred(done, total, now)
         if total > 1 << 20 and (now - self._transfer_told > 1.0 or done >= total):
             self._transfer_told = now
             self._events("transfer", done=done, total=total)
@@ -1146,7 +1176,7 @@ class Peer:
             target = 0  # whoever has samples waits for the next round with its wishes
         member = Member(
             peer=self.transport.peer_id, nonce=self._nonce, weight=weight, steps=brought.steps,
-            want=max(target - brought.leased, 0), upload=self._upload, download=self._download,
+            want=max(target - brought.leased, 0), upload=self.rates.upload, download=self.rates.download,
             reachable=self.reachable,
         )  # fmt: skip
         return member, snapshot
@@ -1452,11 +1482,8 @@ class Peer:
             for peer in current.faulty:
                 count = self._strikes.get(peer, (0, 0))[0] + 1
                 self._strikes[peer] = (count, self.head.height + 2 ** min(count + 1, MAX_BAN))
-            if current.upload:
-                # Slow changes count for little, or one crowded round would stretch all deadlines.
-                keep = 0.7 if self._upload else 0.0
-                self._upload = keep * self._upload + (1 - keep) * current.upload
-                self._download = keep * self._download + (1 - keep) * current.download
+            self.rates.round(current.account(), self.transport.now())
+            self._prober.poke()
             if not self._stopping:
                 self._set_state("training")
 
@@ -1637,7 +1664,8 @@ class Peer:
         started = self.transport.now()
         try:
             size = encoded_size(self.layout.fragment(body.fragment), self.manifest.codec.name)
-            async with asyncio.timeout(4 * self._silence + 4 * transfer_seconds(size, 2, self._download or ASSUMED)):
+            rate = self.rates.download or ASSUMED
+            async with asyncio.timeout(4 * self._silence + 4 * transfer_seconds(size, 2, rate)):
                 chunks = await self.fetcher.chunks(body, donors, self._recent)
         except (TransportError, TimeoutError) as error:
             # Whoever has the head has its chunks; the way to it is then the ordinary catching up.

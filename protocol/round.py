@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from .averaged import check_all, hash_chunk, unpack
 from .candidates import rank
+from .codecs import averages_codec
 from .commits import check_body, check_child, check_vote, majority, make_body
 from .control import Ballot, Committed, Control, Ping, Reassign, Voided
 from .deadline import slowest_link, transfer_seconds
@@ -22,6 +23,7 @@ from .layout import ChunkLayout
 from .manifest import Manifest
 from .messages import Body, ChunkEntry, Commit, Part, Seal, Vote, hash_of, vote_bytes
 from .messenger import Messenger
+from .rates import Account
 from .reduce import PROTOCOL as REDUCE
 from .reduce import Hello, Progress, Reducer, exchange
 from .refusals import Events
@@ -31,8 +33,6 @@ from .wakeup import Wakeup
 
 MAX_PROPOSALS = 2
 """Bodies looked at for one roster from one member: each may lead, and once more after reducers were replaced."""
-MEASURABLE = 1 << 20
-"""Bytes in each direction below which a round says nothing about a link."""
 MAX_WORK = 8
 """Parts a member that this peer works on at once; an honest leader's reassignments leave a few."""
 HERALDS = 3
@@ -127,8 +127,7 @@ class Round:
         self._gone: set[int] = set()
         self._streams: dict[int, Stream] = {}
         self._sent = self._received = 0
-        self.upload = self.download = 0.0
-        """Bytes per second that the reduction reached; 0 when too little was moved to tell."""
+        self._whole: Account | None = None
         self._changed = Wakeup()
 
     # --- the whole -----------------------------------------------------------------------------------------------
@@ -250,16 +249,25 @@ class Round:
         if self.chunks[index] is None:
             self.chunks[index] = digest
             if None not in self.chunks:
-                self._measure()
+                self._whole = self.account()
         self._changed.pulse()
 
-    def _measure(self) -> None:
-        """All averages are here: what the links carried until now tells how fast they are."""
-        seconds = max(self.around.transport.now() - self.started, 1e-3)
-        sent = self._sent + sum(stream.bytes_sent for stream in self._streams.values())
-        received = self._received + sum(stream.bytes_received for stream in self._streams.values())
-        if min(sent, received) >= MEASURABLE:
-            self.upload, self.download = sent / seconds, received / seconds
+    def account(self) -> Account:
+        """What this peer's link carried, up to the last average, or until now without it."""
+        if self._whole is not None:
+            return self._whole
+        layout, codec, streams = self._part, self.around.replica.codec, self._streams.values()
+        contribution, average = (
+            sum(kind.encoded_size(layout.size(i)) for i in range(layout.count)) / layout.count
+            for kind in (codec, averages_codec(codec.name))
+        )
+        return Account(
+            self.seal, self.me, contribution, average,
+            seconds=self.around.transport.now() - self.started,
+            sent=self._sent + sum(stream.bytes_sent for stream in streams),
+            received=self._received + sum(stream.bytes_received for stream in streams),
+            whole=bool(self.chunks) and None not in self.chunks,
+        )  # fmt: skip
 
     def _open(self, stream: Stream) -> None:
         self.around.messenger.watch(stream)

@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
-from atoll.protocol import hivemind_transport
+from atoll.protocol import hivemind_transport, probe
 from atoll.protocol.errors import (
     AddressError,
+    Fault,
     FrameTooLarge,
     NetworkDown,
     NetworkError,
@@ -33,6 +34,8 @@ from atoll.protocol.hivemind_transport import HivemindTransport
 from atoll.protocol.identity import load_or_create_identity
 from atoll.protocol.p2pd import Daemon
 from atoll.protocol.ports import reserve
+from atoll.protocol.probe import Prober
+from atoll.protocol.rates import Rates
 from atoll.protocol.transport import PeerId, Stream
 
 pytestmark = pytest.mark.real
@@ -485,6 +488,48 @@ def test_four_find_each_other_and_a_restarted_seed_merges(tmp_path: Path) -> Non
 
     async def _holds(reader: HivemindTransport, peer: PeerId, value: bytes) -> bool:
         return (await reader.dht.read(KEYS[0])).get(peer) == value
+
+    asyncio.run(run())
+
+
+def test_a_link_is_measured(tmp_path: Path) -> None:
+    """With two partners at once, over real streams; a third one that says nothing costs its time and no more."""
+
+    async def silent(stream: Stream) -> None:
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        transports = [await make(tmp_path, name) for name in ("me", "a", "b", "mute")]
+        events: list[dict[str, Any]] = []
+        refused: list[tuple[PeerId, Fault]] = []
+
+        def told(event: str, /, **fields: Any) -> None:
+            events.append(fields)
+
+        def prober(transport: HivemindTransport) -> Prober:
+            others = [other.peer_id for other in transports if other is not transport]
+            return Prober(
+                transport, Rates(transport.now()), room=lambda: 60.0, partners=lambda: others, known=lambda peer: True,
+                refused=lambda peer, reason, fault: refused.append((peer, fault)), events=told,
+            )  # fmt: skip
+
+        try:
+            me, *others = [prober(transport) for transport in transports]
+            for transport, other in zip(transports[1:3], others[:2], strict=True):
+                await other.start()
+                transports[0].learn(transport.peer_id, transport.addresses())
+            await transports[3].serve(probe.PROTOCOL, silent)
+            transports[0].learn(transports[3].peer_id, transports[3].addresses())
+            before = transports[0].bytes_sent
+            async with asyncio.timeout(probe.LIMIT + 5):
+                await me.measure(lenient=False)
+            assert events[0]["partners"] == [transport.peer_id for transport in transports[1:3]]
+            # Loopback carries some hundred MB/s; how many a busy machine leaves is not the question.
+            assert min(events[0]["upload"], events[0]["download"]) > 1e6
+            assert refused == [(transports[3].peer_id, Fault.SLOW)]
+            assert transports[0].bytes_sent - before <= 2 * 1.01 * probe.BYTES + 10_000
+        finally:
+            await asyncio.gather(*(transport.close() for transport in transports))
 
     asyncio.run(run())
 

@@ -45,6 +45,7 @@ from ..hostile import (
     verdict,
 )
 from ..simulated.swarm import Swarm, manifest
+from ..straggler import Straggler
 
 pytestmark = pytest.mark.real
 
@@ -246,6 +247,39 @@ def test_an_own_network_that_goes_down_is_held_against_nobody(swarm: tuple[async
         await swarm.until("its commit", lambda: len(swarm.commits) > count)
         assert [fields for name, fields in since("refused") if name == victim] == []
         assert all(fields["fault"] != "hostile" for _, fields in since("refused"))
+        assert swarm.violations == []
+
+    swarm[0].run(play(swarm[1]))
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_straggler_gets_its_averages_after_the_commit(
+    swarm: tuple[asyncio.Runner, RealSwarm], streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its reducers, who keep their streams open for T; else by hash, from whoever has committed."""
+
+    async def play(swarm: RealSwarm) -> None:
+        first = len(swarm.events)
+        straggler = Straggler({transport.peer_id for n, transport in swarm.hosts.items() if n in HONEST}, monkeypatch)
+
+        def applied() -> list[str]:
+            return [
+                n for _, n, kind, f in swarm.events[first:]
+                if kind == "commit" and swarm.commit_rosters.get(bytes.fromhex(f["id"])) == straggler.roster
+            ]  # fmt: skip
+
+        try:
+            await swarm.until("the commit of others", lambda: len(applied()) >= 2 and straggler.held)
+            late = next(n for n, transport in swarm.hosts.items() if transport.peer_id == straggler.peer)
+            given = sum(swarm.life(n).peer.donor.bytes_given for n in swarm.lives)
+            assert late not in applied()
+            if streams:
+                straggler.go_on.set()
+            await swarm.until("its own commit", lambda: late in applied())
+            more = sum(swarm.life(n).peer.donor.bytes_given for n in swarm.lives) - given
+            assert (more == 0) is streams
+        finally:
+            straggler.go_on.set()
         assert swarm.violations == []
 
     swarm[0].run(play(swarm[1]))

@@ -323,7 +323,7 @@ def test_who_brings_each_chunk_at_the_last_moment(role: str, monkeypatch: pytest
     async def main() -> None:
         await asyncio.sleep(0.001)
         for name in HONEST:
-            swarm.life(name).peer._upload = swarm.life(name).peer._download = rate
+            swarm.life(name).peer.rates.probed(rate, rate, 0.0)
         while not all(swarm.life(name).done for name in HONEST) and swarm.network.loop.time() < LIMIT:
             await asyncio.sleep(0.5)
 

@@ -8,12 +8,13 @@ import numpy as np
 
 from atoll.protocol.averaged import hash_chunk, pack
 from atoll.protocol.codecs import get_codec
-from atoll.protocol.commits import START, Position, bitmap, make_body, position_of, split_parts
+from atoll.protocol.commits import START, Position, bitmap, make_body, position_of
 from atoll.protocol.deadline import deadline_seconds
 from atoll.protocol.identity import FastSigner
 from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.messages import ChunkEntry, Commit, Member, Seal, Vote, hash_of, vote_bytes
+from atoll.protocol.parts import split_parts
 from atoll.protocol.replica import Replica
 from atoll.protocol.state import GlobalState
 from atoll.protocol.transport import PeerId
