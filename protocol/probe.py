@@ -105,9 +105,10 @@ class Quota:
         return count < ASKS and self._left >= 1
 
     def take(self, peer: PeerId, now: float) -> None:
-        """The probe begins, or what came was none."""
-        self._asked[peer] = (now, ASKS)
-        self._left -= 1
+        """The probe begins, or what came was none; counts once for each question that was answered."""
+        if self._asked.get(peer, (now, 0))[1] <= ASKS:
+            self._left -= 1
+        self._asked[peer] = (now, ASKS + 1)
 
 
 class _Busy(Exception):
@@ -164,6 +165,7 @@ class Prober:
                 await asyncio.sleep(random.uniform(0.0, min(SPREAD, max(room - ROOM, 0.0) / 2)))
                 continue
             if room < ROOM or self._occupied:
+                tried = room > 0  # after a round all come here at once again
                 await asyncio.sleep(random.uniform(0.5, 1.5))
                 continue
             try:
