@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .deadline import SLOWEST
 from .messages import Part
 
 TOP = 2.0
@@ -53,7 +54,9 @@ def split_parts(seal_members: Sequence[tuple[bool, float, float]], chunks: int) 
     """
     able = [i for i, (reachable, _, _) in enumerate(seal_members) if reachable] or [0]
     # A reducer sends as much as it receives, so the slower direction counts.
+    # It is at least what D takes it for: a statement next to nothing must neither stand for the median nor overflow.
     rates = [min(seal_members[i][1], seal_members[i][2], 1e15) for i in able]
+    rates = [max(rate, SLOWEST) if rate > 0 else 0.0 for rate in rates]
     known = sorted(rate for rate in rates if rate > 0)
     median = known[len(known) // 2] if known else 1.0
     rates = [min(rate or median, median * TOP) for rate in rates]

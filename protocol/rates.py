@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from .deadline import ASSUMED, slowest_link
+from .deadline import ASSUMED, SLOWEST, slowest_link
 from .messages import Seal
 
 MEASURABLE = 1 << 20
@@ -77,7 +77,9 @@ def ideal_seconds(account: Account) -> list[tuple[float, float]]:
         brings = member.weight > 0
         up = brings * (total - own) * account.contribution + own * (len(reduced) - 1) * account.average
         down = (total - own) * account.average + own * (weighed - brings) * account.contribution
-        times.append((up / (member.upload or unknown), down / (member.download or unknown)))
+        # As in D, nobody counts as slower than SLOWEST: else one statement next to nothing would explain any delay.
+        rates = [max(rate or unknown, SLOWEST) for rate in (member.upload, member.download)]
+        times.append((up / rates[0], down / rates[1]))
     return times
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.protocol.deadline import SLOWEST
 from atoll.protocol.parts import TOP, shares, split_parts
 
 MBIT = 125e3
@@ -37,7 +38,7 @@ def test_no_other_shares_are_faster(rates: list[float], others: int) -> None:
     assert max(taking) <= equal * (1 + 1e-6)
 
 
-@given(st.lists(st.floats(1e3, 1e9), min_size=3, max_size=32), st.integers(1, 500), st.data())
+@given(st.lists(st.floats(SLOWEST, 1e9), min_size=3, max_size=32), st.integers(1, 500), st.data())
 def test_parts_cover_the_chunks_and_follow_the_shares(rates: list[float], chunks: int, data: st.DataObject) -> None:
     reachable = data.draw(st.lists(st.booleans(), min_size=len(rates), max_size=len(rates)))
     parts = split_parts([(r, rate, rate) for r, rate in zip(reachable, rates, strict=True)], chunks)
@@ -76,11 +77,21 @@ def test_equal_unknown_and_one_way_links() -> None:
     assert [(p.reducer, p.count) for p in split_parts([(False, 1e6, 1e6)] * 3, 30)] == [(0, 30)]
 
 
-@given(st.integers(3, 32), st.floats(1, 1e15))
+@given(st.integers(3, 32), st.floats(1e6, 1e15))
 def test_a_false_statement_costs_twice_the_time_of_equal_parts(members: int, claim: float) -> None:
     """One of many equal links claims more than it has."""
     chunks = 10_000
-    parts = split_parts([(True, claim if i == 0 else 1.0, 1e15) for i in range(members)], chunks)
+    parts = split_parts([(True, claim if i == 0 else 1e6, 1e15) for i in range(members)], chunks)
     liar = next((part.count for part in parts if part.reducer == 0), 0) / chunks
     equal = 2 * (members - 1) / members
     assert 1 + (members - 2) * liar <= TOP * equal + 1e-3 * members
+
+
+STATED = st.floats(0, 1e15) | st.sampled_from([0.0, 5e-324, 1e-300, 1e15])
+
+
+@given(st.lists(st.tuples(st.booleans(), STATED, STATED), min_size=1, max_size=32), st.integers(1, 500))
+def test_whatever_members_state_there_are_parts(members: list[tuple[bool, float, float]], chunks: int) -> None:
+    parts = split_parts(members, chunks)
+    assert sum(part.count for part in parts) == chunks
+    assert all(part.count > 0 for part in parts)

@@ -55,6 +55,12 @@ def test_ideal_times_by_hand() -> None:
     assert found[3] == pytest.approx((0, 60 / 10))
 
 
+def test_who_states_next_to_nothing_explains_no_delay() -> None:
+    members = [member("a", 1e6), member("b", 5e-324), member("c", 1e6)]
+    found = ideal_seconds(Account(seal(members, [10, 10, 10]), 0, MB, MB, 1.0, 0, 0, True))
+    assert found[1] == pytest.approx((40e6 / 16e3,) * 2)
+
+
 def test_what_a_round_reached_is_a_lower_bound() -> None:
     rates = Rates(0.0)
     assert (rates.upload, rates.download) == (0, 0)
