@@ -125,19 +125,25 @@ def replay(
 def samples(manifest: Manifest, chain: Chain, context: int) -> tuple[list[str], dict[str, int]]:
     """The ledger: leases are disjoint, and no process brought more than it had been leased until then.
 
+    Of a contribution that was averaged in a share of the chunks the rest counts next time, in whole tokens
+    (:func:`atoll.protocol.overlap.left`): half a token may be rounded up each time.
+
     context: tokens of a sample."""
     layout = manifest.layout
     leased: Counter[tuple[str, bytes]] = Counter()
     used: defaultdict[tuple[str, bytes], float] = defaultdict(float)
+    rounded: Counter[tuple[str, bytes]] = Counter()
     spans, wrong = [], []
     for commit in chain.commits:
         body = commit.body
         members = body.seal.members
         for member, share in zip(members, contributed(body.seal, body.chunks, layout), strict=True):
             who = member.peer, member.nonce
-            used[who] += member.weight * share * layout.fragment(body.fragment).parameters / layout.parameters / context
-            if used[who] > leased[who] + 1e-6:
-                wrong.append(f"round {body.round}: {member.peer} had brought {used[who]:g} samples of {leased[who]}")
+            part = share * layout.fragment(body.fragment).parameters / layout.parameters
+            used[who] += member.weight * part / context
+            rounded[who] += 0 < part < 1
+            if used[who] > leased[who] + rounded[who] / 2 / context + 1e-6:
+                wrong.append(f"round {body.round}: {member.peer} had brought {used[who]:.9g} samples of {leased[who]}")
         for lease in body.leases:
             leased[members[lease.member].peer, members[lease.member].nonce] += lease.span.count
             spans.append((lease.span.start, lease.span.start + lease.span.count))
