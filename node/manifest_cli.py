@@ -29,6 +29,23 @@ class Optimizer(StrEnum):
     adamw8bit = "adamw8bit"
 
 
+class By(StrEnum):
+    steps = "steps"
+    tokens = "tokens"
+    time = "time"
+
+
+class Average(StrEnum):
+    mean = "mean"
+    radial = "radial"
+
+
+class Weights(StrEnum):
+    tokens = "tokens"
+    tokens2_steps = "tokens2/steps"
+    equal = "equal"
+
+
 class Codec(StrEnum):
     float32 = "float32"
     float16 = "float16"
@@ -64,7 +81,18 @@ def new(
         int | None,
         typer.Option(metavar="STEPS", help="Inner steps made while a round is in flight.", show_default="0"),
     ] = None,
+    by: Annotated[
+        By | None, typer.Option(help="What makes a round due; with tokens or time give --every.", show_default="steps")
+    ] = None,
+    every: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="Tokens of all peers together, or seconds, from round to round.", min=0),
+    ] = None,
     quorum: Annotated[int | None, typer.Option(help="Peers that make a round.", show_default="2")] = None,
+    average: Annotated[Average | None, typer.Option(help="How contributions become one.", show_default="mean")] = None,
+    weights: Annotated[
+        Weights | None, typer.Option(help="What a contribution weighs in the average.", show_default="tokens")
+    ] = None,
     codec: Annotated[Codec, typer.Option(help="How pseudo-gradients are packed.")] = Codec.int8,
     rounds: Annotated[int | None, typer.Option("--rounds", "-r", help="Rounds of the run.", show_default="60")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the initial parameters.", show_default="0")] = None,
@@ -72,9 +100,10 @@ def new(
 ) -> int:
     """Write a new manifest, complete, with comments.
 
-    Edit it to taste, then sign it. After changing the model, delete parameters, chunk, layers and theta0 in the state
-    table; after changing fragments or packing, layers and theta0; after changing batch or inner_steps, weight_cap,
-    first_lease and max_lease in the round table: signing computes them again.
+    Edit it to taste, then sign it. After changing the model, delete parameters, chunk, layers, embeddings and theta0 in
+    the state table; after changing fragments or packing, layers and theta0; after changing average, layers and
+    embeddings; after changing batch or inner_steps, weight_cap, first_lease and max_lease in the round table: signing
+    computes them again.
 
     Examples:
 
@@ -100,7 +129,11 @@ def new(
         inner_steps=inner_steps,
         overlap=overlap,
         fragments=fragments,
+        by=by.value if by is not None else None,
+        every=every,
         quorum=quorum,
+        average=average.value if average is not None else None,
+        weights=weights.value if weights is not None else None,
         codec=codec.value,
         rounds=rounds,
     )

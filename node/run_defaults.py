@@ -23,6 +23,8 @@ from .presets import DEFAULT_PRESET
 CAP_ROUNDS = 8
 """A contribution weighs at most the tokens of this many rounds: who returns after a long time alone does not swamp
 the average."""
+SQUARED_CAP_ROUNDS = 3
+"""… where weights go by the square of the tokens, so that the most is nine usual ones, not 64."""
 LEASE_ROUNDS = 2
 """A newcomer is leased the samples of this many rounds."""
 LEASE_GROWTH = 4
@@ -68,7 +70,11 @@ def new_manifest(
     inner_steps: int | None = None,
     overlap: int | None = None,
     fragments: int | None = None,
+    by: str | None = None,
+    every: float | None = None,
     quorum: int | None = None,
+    average: str | None = None,
+    weights: str | None = None,
     codec: str | None = None,
     rounds: int | None = None,
     model: Mapping[str, Any] | None = None,
@@ -93,7 +99,16 @@ def new_manifest(
         "model": _given(preset=preset, seed=seed) | dict(model or {}),
         "data": source,
         "inner": rates | _given(optimizer=optimizer, batch=batch, **{_rate(optimizer): lr}),
-        "round": _given(inner_steps=inner_steps, overlap=overlap, fragments=fragments, quorum=quorum),
+        "round": _given(
+            inner_steps=inner_steps,
+            overlap=overlap,
+            fragments=fragments,
+            by=by,
+            every=every,
+            quorum=quorum,
+            average=average,
+            weights=weights,
+        ),
         "codec": _given(name=codec),
         "budget": _given(rounds=rounds),
     }
@@ -123,6 +138,9 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     given = raw.get("outer", {})
     if isinstance(given, Mapping) and given.get("optimizer") == "sgd" and "momentum" not in given:
         full["outer"]["momentum"] = 0.0
+    given = raw.get("round", {})
+    if isinstance(given, Mapping) and given.get("by", "steps") != "steps" and "grace" not in given:
+        full["round"]["grace"] = 0.0
     if isinstance(full["round"], dict):
         _complete_round(full["round"], tables)
     if isinstance(full["state"], dict):
@@ -134,7 +152,8 @@ def _complete_round(section: dict[str, Any], tables: Tables) -> None:
     steps = section["inner_steps"]
     if isinstance(steps, int) and steps > 0:
         units = steps * tables.inner.batch
-        section.setdefault("weight_cap", CAP_ROUNDS * units * tables.model.context)
+        rounds = SQUARED_CAP_ROUNDS if section.get("weights") == "tokens2/steps" else CAP_ROUNDS
+        section.setdefault("weight_cap", rounds * units * tables.model.context)
         section.setdefault("first_lease", LEASE_ROUNDS * units)
     first = section.get("first_lease")
     if isinstance(first, int):
@@ -142,16 +161,18 @@ def _complete_round(section: dict[str, Any], tables: Tables) -> None:
 
 
 def _complete_state(section: dict[str, Any], model: ModelConfig, rules: Any) -> None:
-    from .specs import count_parameters, layer_sizes
+    from .specs import count_parameters, embeddings, layer_sizes
 
     parameters = count_parameters(model)
     section.setdefault("parameters", parameters)
     section.setdefault("chunk", suggested_chunk(parameters))
     several = dict(rules) if isinstance(rules, Mapping) else {}
-    if several.get("fragments") == 1:
+    radial = several.get("average") == "radial"
+    if several.get("fragments") == 1 and not radial:
         section.setdefault("layers", ())
     elif not section.get("layers"):
         section["layers"] = layer_sizes(model)
+    section.setdefault("embeddings", embeddings(model) if radial else ())
     chunk = section["chunk"]
     if "theta0" not in section and isinstance(chunk, int) and chunk > 0:
         layout = ChunkLayout(parameters, chunk)
@@ -177,7 +198,7 @@ def verify(manifest: Manifest) -> Tables:
 
     Raises :class:`ManifestError` naming every contradiction. Does not look at the training data (:func:`data_here`).
     """
-    from .specs import count_parameters, layer_sizes
+    from .specs import count_parameters, embeddings, layer_sizes
 
     tables = Tables.of(manifest.model_dump())
     problems = []
@@ -191,6 +212,11 @@ def verify(manifest: Manifest) -> Tables:
         digest = initial_digest(tables.model, manifest.layout)
         if state.theta0 != digest:
             problems.append(f"state.theta0: the model's initial state has the digest {digest}, found {state.theta0}")
+    if round_.average == "radial" and state.embeddings != embeddings(tables.model):
+        problems.append(
+            f"state.embeddings: those of the model are {list(embeddings(tables.model))}, found "
+            f"{list(state.embeddings)}; delete the line and sign again"
+        )
     units = round_.inner_steps * tables.inner.batch
     ahead = units + round_.overlap * tables.inner.batch
     if round_.max_lease < units:

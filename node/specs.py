@@ -46,6 +46,11 @@ def layer_sizes(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, sizes.values()))
 
 
+def embeddings(config: ModelConfig) -> tuple[int, ...]:
+    """Numbers of the tensors, in flat order, that are looked up by token or that score tokens."""
+    return tuple(i for i, spec in enumerate(tensor_specs(config)) if spec.name in ("embedding", "head"))
+
+
 EMBEDDING_STD = 0.02
 """Deviation of the initial embedding; RMSNorm makes its size matter only against what the blocks add."""
 

@@ -2,7 +2,9 @@
 
 Layout, big-endian: version u8 (1), bitmap length u8, chunk index u32, sum of weights u64, bitmap, then the mean in
 the run's codec (or the one in which its averages travel: int8 for sparse contributions). A chunk that nobody
-contributed to has an empty bitmap value, weight 0 and no payload.
+contributed to has an empty bitmap value, weight 0 and no payload. Where tensors are merged by norms and directions
+(:mod:`.radial`) the version is 2, and between bitmap and payload stand the norms: float32, little-endian, for each
+piece of a tensor those of the contributors in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -11,15 +13,19 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from .codecs import Codec, averages_codec
 from .commits import members_in
 from .errors import PeerMisbehaved
 from .layout import ChunkLayout
+from .merging import Merging
 from .messages import Body, Member
+from .radial import NORM_BYTES, read
 
-VERSION = 1
+VERSION, WITH_NORMS = 1, 2
 _HEADER = struct.Struct(">BBIQ")
 
 
@@ -31,27 +37,40 @@ class Averaged:
     contributors: bytes
     weight: int
     payload: memoryview
+    norms: NDArray[np.float32]
+    """For each piece of a tensor those of its contributors; empty where there are none."""
 
 
-def pack(index: int, contributors: bytes, weight: int, payload: bytes | bytearray | memoryview) -> bytes:
-    """The bytes of an averaged chunk."""
-    return b"".join((_HEADER.pack(VERSION, len(contributors), index, weight), contributors, payload))
+def pack(
+    index: int, contributors: bytes, weight: int, payload: bytes | bytearray | memoryview, norms: bytes | None = None
+) -> bytes:
+    """The bytes of an averaged chunk. norms: those before the payload, where the run has them."""
+    version = VERSION if norms is None else WITH_NORMS
+    return b"".join((_HEADER.pack(version, len(contributors), index, weight), contributors, norms or b"", payload))
 
 
-def unpack(data: bytes) -> Averaged:
-    """Split an averaged chunk. Raises :class:`PeerMisbehaved` when it is too short or of another version."""
+def unpack(data: bytes, pieces: int | None = None) -> Averaged:
+    """Split an averaged chunk. pieces: of tensors in it whose norms stand there; None in a run without.
+
+    Raises :class:`PeerMisbehaved` when it is too short or of another version, or a norm is none.
+    """
     if len(data) < _HEADER.size:
         raise PeerMisbehaved(f"an averaged chunk of {len(data)} bytes")
     version, length, index, weight = _HEADER.unpack_from(data)
-    if version != VERSION or len(data) < _HEADER.size + length:
-        raise PeerMisbehaved(f"an averaged chunk of version {version} and {len(data)} bytes")
     start = _HEADER.size + length
-    return Averaged(index, data[_HEADER.size : start], weight, memoryview(data)[start:])
+    contributors = data[_HEADER.size : start]
+    count = (pieces or 0) * int.from_bytes(contributors, "little").bit_count()
+    end = start + NORM_BYTES * count
+    if version != (VERSION if pieces is None else WITH_NORMS) or len(data) < end:
+        raise PeerMisbehaved(f"an averaged chunk of version {version} and {len(data)} bytes")
+    norms = read(memoryview(data)[start:end]).reshape(pieces or 0, -1 if count else 0)
+    return Averaged(index, contributors, weight, memoryview(data)[end:], norms)
 
 
-def size_limit(codec: Codec, elements: int, members: int) -> int:
+def size_limit(codec: Codec, elements: int, members: int, merging: Merging) -> int:
     """Bytes of the largest averaged chunk of so many elements."""
-    return _HEADER.size + (members + 7) // 8 + averages_codec(codec.name).encoded_size(elements)
+    norms = NORM_BYTES * members * merging.most_norms
+    return _HEADER.size + (members + 7) // 8 + norms + averages_codec(codec.name).encoded_size(elements)
 
 
 def hash_chunk(data: bytes) -> bytes:
@@ -59,7 +78,9 @@ def hash_chunk(data: bytes) -> bytes:
     return blake3(data).digest()
 
 
-def check_all(body: Body, chunks: Sequence[bytes], layout: ChunkLayout, codec: Codec) -> list[Averaged]:
+def check_all(
+    body: Body, chunks: Sequence[bytes], layout: ChunkLayout, codec: Codec, merging: Merging
+) -> list[Averaged]:
     """Validate all averaged chunks of a body; after it none can fail to decode.
 
     Raises :class:`PeerMisbehaved`: hashes alone say only that the chunks are those that somebody signed for.
@@ -67,24 +88,26 @@ def check_all(body: Body, chunks: Sequence[bytes], layout: ChunkLayout, codec: C
     if len(chunks) != len(body.chunks):
         raise PeerMisbehaved(f"{len(chunks)} chunks for a body of {len(body.chunks)}")
     found = []
-    part = layout.fragment(body.fragment)
+    part, merging = layout.fragment(body.fragment), merging.of(body.fragment)
     for index, (data, entry) in enumerate(zip(chunks, body.chunks, strict=True)):
-        averaged = check(data, index, body.seal.members, codec, part.size(index))
+        averaged = check(data, index, body.seal.members, codec, part.size(index), merging)
         if averaged.contributors != entry.contributors:
             raise PeerMisbehaved(f"chunk {index} has other contributors than its commit says")
         found.append(averaged)
     return found
 
 
-def check(data: bytes, index: int, members: Sequence[Member], codec: Codec, elements: int) -> Averaged:
-    """Validate an averaged chunk of so many elements: place, contributors, weight, and a payload that decodes to
-    finite numbers. Raises :class:`PeerMisbehaved`.
+def check(
+    data: bytes, index: int, members: Sequence[Member], codec: Codec, elements: int, merging: Merging
+) -> Averaged:
+    """Validate an averaged chunk of so many elements: place, contributors, weight, norms, and a payload that decodes
+    to finite numbers. merging: of the chunk's fragment. Raises :class:`PeerMisbehaved`.
     """
-    chunk = unpack(data)
+    chunk = unpack(data, merging.pieces(index))
     if chunk.index != index:
         raise PeerMisbehaved(f"averaged chunk {chunk.index} in place of {index}")
     inside = members_in(chunk.contributors, len(members))
-    weight = sum(members[i].weight for i in inside)
+    weight = merging.total(members, inside)
     if weight != chunk.weight or any(members[i].weight == 0 for i in inside):
         raise PeerMisbehaved(f"averaged chunk {index} states weight {chunk.weight}, its contributors have {weight}")
     if inside:

@@ -455,7 +455,7 @@ class Fetcher:
             if here is not None:
                 found[index] = here
             else:
-                limit = size_limit(self._codec, part.size(index), len(body.seal.members))
+                limit = size_limit(self._codec, part.size(index), len(body.seal.members), self._manifest.merging)
                 pieces.append(_Piece(index, entry.hash, GetChunk(entry.hash), limit))
         await self._collect(pieces, donors, found.__setitem__)
         return [found[index] for index in range(len(body.chunks))]
@@ -463,7 +463,7 @@ class Fetcher:
     async def chunk(self, chunk_hash: bytes, donors: Sequence[PeerId]) -> bytes:
         """One averaged chunk by its hash. Raises :class:`TransportError` when none of the donors gives it."""
         found: dict[int, bytes] = {}
-        limit = size_limit(self._codec, self._layout.chunk, MAX_MEMBERS)
+        limit = size_limit(self._codec, self._layout.chunk, MAX_MEMBERS, self._manifest.merging)
         await self._collect([_Piece(0, chunk_hash, GetChunk(chunk_hash), limit)], donors, found.__setitem__)
         return found[0]
 

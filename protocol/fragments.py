@@ -116,6 +116,7 @@ class Accounts:
         """All progress is gone, or there was none: begin anew, ``due`` being the fragment of the next round."""
         count = self._layout.fragments
         self._more = [_Counts() for _ in range(count)]
+        self._ages = [0] * count
         self._early = [early(fragment, due, count, self._inner_steps) for fragment in range(count)]
 
     def progress(self, of: Progress, fragment: int) -> Progress:
@@ -139,6 +140,15 @@ class Accounts:
         """Inner steps until this peer has done its part for a round of that fragment: H since its last contribution,
         and fewer for the first."""
         return max(self._inner_steps - self._early[fragment] - self.progress(of, fragment).steps, 0)
+
+    def age(self, fragment: int) -> int:
+        """Rounds of a fragment that have missed what this peer has for it (:mod:`.stale`)."""
+        return self._ages[fragment]
+
+    def grow_old(self, fragment: int, missed: bool) -> int:
+        """A round of that fragment is over, and has missed it or not; its age then."""
+        self._ages[fragment] = self._ages[fragment] + 1 if missed else 0
+        return self._ages[fragment]
 
     def unmerged(self, of: Progress) -> int:
         """Tokens that have not been averaged: each in the share of the model in which it has not."""

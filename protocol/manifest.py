@@ -35,7 +35,11 @@ from .explain import explain, shown
 from .fragments import make_layout
 from .identity import Signer, public_key_of, verify
 from .layout import ChunkLayout
+from .merging import Merging, Weights
 from .messages import MAX_CHUNKS, MAX_MEMBERS
+from .radial import NORM_BYTES, Radial
+from .schedule import By, Schedule
+from .stale import Rule, Stale
 from .toml import toml_array, toml_value, wrapped_comment
 from .transport import PeerId
 
@@ -50,7 +54,22 @@ MAX_SAFE_INTEGER = 2**53
 MAX_PEERS = 4096
 MAX_FRAGMENTS = 64
 LATER = (("round", "fragments"), ("round", "packing"), ("state", "layers"))
-"""Fields that need not stand in a manifest, nor are in its canonical form, where the model is one fragment."""
+"""Fields that need not stand in a manifest, nor are in its canonical form, where the model is one fragment (but for
+the layers, where the average goes by tensors)."""
+MAX_NORMS = 1 << 20
+"""Bytes of all norms in one averaged chunk."""
+OPTIONAL: Mapping[tuple[str, str], Any] = MappingProxyType(
+    {
+        ("round", "by"): "steps",
+        ("round", "every"): 0,
+        ("round", "weights"): "tokens",
+        ("round", "average"): "mean",
+        ("round", "stale"): "keep",
+        ("round", "max_age"): 0,
+        ("state", "embeddings"): (),
+    }
+)
+"""Fields that need not stand there, nor do in the canonical form, where they have these values."""
 MAX_LAYERS = 4096
 MAX_KEYS = 64
 MAX_TEXT = 4096
@@ -135,6 +154,9 @@ Count = Annotated[int, Field(ge=1, le=MAX_SAFE_INTEGER)]
 Layers = Annotated[
     tuple[Annotated[tuple[Count, ...], Field(min_length=1)], ...], BeforeValidator(lambda value: _tuples(value))
 ]
+Numbers = Annotated[
+    tuple[Annotated[int, Field(ge=0, le=MAX_SAFE_INTEGER)], ...], BeforeValidator(lambda value: _tuples(value))
+]
 Strings = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 
 
@@ -159,6 +181,12 @@ class RoundSection(_Section):
         description='what goes into a fragment: "balanced", whole tensors, so that all are of a size; "strided", every '
         "P-th layer",
     )
+    by: By = Field(
+        default="steps",
+        description='what makes a round due: "steps", a quorum has done inner_steps; "tokens", all peers together hold '
+        'so many that are not averaged; "time", so long after the last outer step',
+    )
+    every: float = Field(default=0, ge=0, le=MAX_SAFE_INTEGER, description="those tokens, or seconds")
     quorum: int = Field(ge=1, le=MAX_MEMBERS, description="peers that must be ready before a group is called")
     max_group: int = Field(ge=1, le=MAX_MEMBERS, description="largest averaging group")
     silence: float = Field(ge=0.1, le=120, description="seconds of silence that count as death (T)")
@@ -173,7 +201,23 @@ class RoundSection(_Section):
         "other published rules"
     )
     mix: float = Field(ge=0, lt=1, description='share of the local parameters that "mix" keeps (α)')
+    average: Literal["mean", "radial"] = Field(
+        default="mean",
+        description='what becomes of contributions: their weighted "mean", or "radial", tensor by tensor the mean of '
+        "their norms times their mean direction (arXiv 2604.21428)",
+    )
+    weights: Weights = Field(
+        default="tokens",
+        description='what a contribution weighs in the average: its "tokens"; "tokens2/steps", tokens · tokens / inner '
+        'steps (arXiv 2604.21428); "equal"',
+    )
     weight_cap: Count = Field(description="most tokens that one contribution counts for")
+    stale: Rule = Field(
+        default="keep",
+        description='what a contribution counts for that has missed rounds: "keep", all of it; "discount", its tokens '
+        'over 1 + the rounds missed; "drop", nothing, and its peer begins anew',
+    )
+    max_age: int = Field(default=0, ge=0, le=1024, description='rounds that it may have missed before "drop" drops it')
     first_lease: Count = Field(description="sample units leased to a newcomer")
     max_lease: Count = Field(description="most sample units in one lease")
 
@@ -190,11 +234,55 @@ class RoundSection(_Section):
                 "or more: no peer could ever finish its inner steps"
             )
         problems += self._overlap_problems()
+        problems += self._due_problems()
+        if self.max_age and self.stale != "drop":
+            problems.append(
+                f'max_age = {self.max_age} with stale = "{self.stale}" does nothing; set it to 0, or stale to "drop"'
+            )
+        if self.stale == "discount" and self.weights == "equal":
+            problems.append(
+                'stale = "discount" with weights = "equal": there are no tokens to discount; use weights = "tokens", '
+                'or stale = "keep"'
+            )
         if self.weight_cap < self.inner_steps:
             problems.append(f"weight_cap = {self.weight_cap} is below inner_steps = {self.inner_steps}, a token a step")
+        if self.weights == "tokens2/steps" and self.weight_cap**2 > MAX_SAFE_INTEGER * self.inner_steps:
+            problems.append(
+                f'weight_cap = {self.weight_cap} with weights = "tokens2/steps" lets a contribution weigh more than '
+                f"2^53; the largest is {math.isqrt(MAX_SAFE_INTEGER * self.inner_steps)}"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _due_problems(self) -> list[str]:
+        rule = f'by = "{self.by}"'
+        if self.by == "steps":
+            does_nothing = (
+                f'every = {self.every:g} with {rule} does nothing; leave it out, or set by to "tokens" or "time"'
+            )
+            return [does_nothing] if self.every else []
+        problems = []
+        if self.grace:
+            problems.append(
+                f"grace = {self.grace:g} with {rule}: grace is for those that are about to finish their inner steps, "
+                "and these rounds don't wait for any; set grace to 0"
+            )
+        if self.by == "time":
+            if not 1 <= self.every <= 10**6:
+                nearest = 1 if self.every < 1 else 10**6
+                problems.append(
+                    f"every = {self.every:g} with {rule}: expected 1 to 1000000 seconds; the nearest is {nearest}"
+                )
+            return problems
+        least, most = self.quorum * self.fragments, self.weight_cap * self.max_group
+        if not least <= self.every <= most or self.every % 1:
+            nearest = min(max(round(self.every), least), most)
+            problems.append(
+                f"every = {self.every:g} with {rule}: expected a whole number of tokens, from one of each peer of a "
+                f"quorum to what a group of max_group can hand over by weight_cap; the nearest is {nearest}"
+            )
+        return problems
 
     def _overlap_problems(self) -> list[str]:
         steps, overlap, fragments = self.inner_steps, self.overlap, self.fragments
@@ -290,7 +378,13 @@ class StateSection(_Section):
     layers: Layers = Field(
         default=(),
         max_length=MAX_LAYERS,
-        description="elements of the tensors of each layer, in flat order, by which fragments are cut; empty with one",
+        description="elements of the tensors of each layer, in flat order, by which fragments are cut and tensors "
+        'merged; empty with one fragment and average = "mean"',
+    )
+    embeddings: Numbers = Field(
+        default=(),
+        max_length=MAX_LAYERS,
+        description='numbers of the tensors, from 0 in flat order, that have a weighted mean where average = "radial"',
     )
     theta0: str = Field(pattern=_DIGEST, description="digest of the initial state, hex")
     checkpoint_every: int = Field(ge=1, le=10**6, description="outer steps from one checkpoint to the next (K)")
@@ -414,6 +508,7 @@ class Manifest(_Section):
                 '"delayed-nesterov" does not take; use round.merge = "carry"'
             )
         self._check_fragments()
+        self._check_tensors()
         if self.signature and not self.owner:
             raise ValueError("there is a signature, but no owner; sign it again")
         size = len(canonical_json(self._signed_part()))
@@ -424,8 +519,9 @@ class Manifest(_Section):
     def _check_fragments(self) -> None:
         rules, state = self.round, self.state
         if rules.fragments == 1:
-            if rules.packing != "balanced" or state.layers:
-                what = "state.layers" if state.layers else f'round.packing = "{rules.packing}"'
+            idle = state.layers and rules.average == "mean"
+            if rules.packing != "balanced" or idle:
+                what = "state.layers" if idle else f'round.packing = "{rules.packing}"'
                 raise ValueError(
                     f"{what} with round.fragments = 1 does nothing; leave it out, or set round.fragments to 2 or more"
                 )
@@ -448,11 +544,64 @@ class Manifest(_Section):
                 "use larger chunks"
             )
 
+    def _check_tensors(self) -> None:
+        rules, state = self.round, self.state
+        if rules.average == "mean":
+            if state.embeddings:
+                raise ValueError(
+                    'state.embeddings with round.average = "mean" does nothing, for all tensors have a mean; leave it '
+                    'out, or set round.average to "radial"'
+                )
+            return
+        if not state.layers:
+            raise ValueError(
+                'round.average = "radial" needs state.layers, the sizes of the model\'s tensors; signing puts them in'
+            )
+        tensors = sum(map(len, state.layers))
+        last = -1
+        for number in state.embeddings:
+            if not last < number < tensors:
+                raise ValueError(
+                    f"state.embeddings: expected rising numbers of tensors from 0 to {tensors - 1}, found {number} "
+                    f"after {last}" if last >= 0 else
+                    f"state.embeddings: expected numbers of tensors from 0 to {tensors - 1}, found {number}"
+                )  # fmt: skip
+            last = number
+        if len(state.embeddings) == tensors:
+            raise ValueError(
+                'round.average = "radial" with all tensors in state.embeddings is the mean; set round.average to "mean"'
+            )
+        most = MAX_NORMS // (NORM_BYTES * self.merging.most_norms)
+        if rules.max_group > most:
+            raise ValueError(
+                f'round.max_group = {rules.max_group} with round.average = "radial" makes more than {MAX_NORMS} bytes '
+                f"of norms a chunk, of {self.merging.most_norms} tensors; the most is {most}, or use smaller chunks"
+            )
+
     @cached_property
     def layout(self) -> ChunkLayout:
         """How the model is cut into fragments and chunks."""
         state, rules = self.state, self.round
         return make_layout(state.parameters, state.chunk, state.layers, rules.fragments, rules.packing)
+
+    @cached_property
+    def merging(self) -> Merging:
+        """How contributions become an average."""
+        rules, state = self.round, self.state
+        radial = Radial(self.layout, state.layers, state.embeddings) if rules.average == "radial" else None
+        return Merging(rules.weights, rules.weight_cap, rules.inner_steps, radial)
+
+    @property
+    def stale(self) -> Stale:
+        """What becomes of contributions that have missed rounds."""
+        return Stale(self.round.stale, self.round.max_age)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """When rounds are due."""
+        rules, fragments = self.round, self.round.fragments
+        regular = self.budget.rounds * fragments
+        return Schedule(rules.by, rules.every, rules.quorum, fragments, rules.weight_cap, regular)
 
     @property
     def outer_steps(self) -> int:
@@ -524,11 +673,16 @@ class Manifest(_Section):
     # ------------------------------------------------------------------ identity
 
     def written(self) -> dict[str, Any]:
-        """All fields as they stand in a file: those of :data:`LATER` with several fragments only, so that whoever does
-        not know them can read all other manifests, and these keep their run ids."""
+        """All fields as they stand in a file: those of :data:`LATER` with several fragments only, those of
+        :data:`OPTIONAL` where they say something, so that whoever does not know them can read all other manifests, and
+        these keep their run ids."""
         values = self.model_dump()
         if self.round.fragments == 1:
             for section, key in LATER:
+                if key != "layers" or not values[section][key]:
+                    del values[section][key]
+        for (section, key), usual in OPTIONAL.items():
+            if values[section][key] == usual:
                 del values[section][key]
         return values
 
@@ -538,7 +692,7 @@ class Manifest(_Section):
         return signed
 
     def canonical(self) -> bytes:
-        """The canonical form: RFC 8785 JSON of everything but the signature (and :data:`LATER`)."""
+        """The canonical form: RFC 8785 JSON of everything but the signature (and :data:`LATER`, :data:`OPTIONAL`)."""
         return canonical_json(self._signed_part())
 
     @cached_property

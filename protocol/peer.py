@@ -82,6 +82,7 @@ from .reduce import PROTOCOL as REDUCE
 from .refusals import Events, Refusals
 from .replica import CARRY, Replica
 from .round import Round, Surroundings
+from .stale import HALF
 from .state import GlobalState
 from .store import Store
 from .transfer import Donor
@@ -237,6 +238,8 @@ class Peer:
         self._reports: dict[PeerId, tuple[Report, float]] = {}
         # The own part in a round.
         self._base_since = transport.now()
+        self._stepped = (-1, transport.now())
+        """The outer step of the head, and when this peer came to it."""
         self._alone_since = transport.now()
         self._quorum_since: float | None = None
         self._voids: dict[PeerId, int] = {}
@@ -631,6 +634,8 @@ class Peer:
     def _new_head(self) -> None:
         """The head has changed: what belonged to the old base is void."""
         self._base_since = self.transport.now()
+        if self.head.outer_step != self._stepped[0]:
+            self._stepped = (self.head.outer_step, self._base_since)
         self._quorum_since = None
         self._voids.clear()
         self._ranks.clear()
@@ -706,9 +711,10 @@ class Peer:
         assert self.island is not None
         counted = self.island.progress()
         progress = self._accounts.progress(counted, self.fragment)
-        wanting = self._accounts.wanting(counted, self.fragment)
-        ready = wanting == 0 or (progress.tokens > 0 and (progress.leased == 0 or self._winding_up))
-        eta = 0.0 if ready else (1 if self._winding_up else wanting) * progress.step_time
+        ready, eta = self.manifest.schedule.own(
+            progress, self._accounts.wanting(counted, self.fragment), outer_step=self.head.outer_step,
+            elapsed=self._elapsed(), peers=len(self.directory.candidates()) + 1,
+        )  # fmt: skip
         return Report(
             self.head,
             progress.steps,
@@ -799,6 +805,7 @@ class Peer:
     def _note_readiness(self, report: Report) -> None:
         # Once a quorum is ready, what the others still need decides about grace.
         waiting = self._quorum_since is not None or report.ready or not (report.leased or report.tokens)
+        waiting = waiting or self.manifest.round.by == "tokens"
         if report.head == self.head and waiting:
             self._wake.set()
 
@@ -848,6 +855,10 @@ class Peer:
                 return self._reached(ready + 3 * self._silence + self._grace())
         return True
 
+    def _elapsed(self) -> float:
+        """Seconds since this peer saw the last outer step, or began."""
+        return self.transport.now() - self._stepped[1]
+
     def _grace(self, live: dict[PeerId, Report] | None = None) -> float:
         """Seconds for which a coordinator waits for the late: a share of what the inner steps take. ``live`` as from
         :meth:`_live`, if that is known."""
@@ -876,11 +887,12 @@ class Peer:
             self._quorum_since = None
             return None
         trainers = [report for report in live.values() if report.leased or report.tokens]
-        ready = [report for report in trainers if report.ready]
-        needed = max(1, min(rules.quorum, len(trainers)))
-        if trainers and len(ready) < needed:
+        outer_step, elapsed = self.head.outer_step, self._elapsed()
+        wait = self.manifest.schedule.wait(trainers, outer_step=outer_step, elapsed=elapsed) if trainers else 0.0
+        if wait > 0:
             self._quorum_since = None
-            wait = sorted(0.0 if report.ready else report.eta or 1e9 for report in trainers)[needed - 1]
+            if rules.by != "steps":  # of steps it is told
+                self._reached(now + max(wait, self._silence / 50))
             without = [
                 peer for peer, report in live.items()
                 if not report.leased and self._reached(self._patience.get(peer, (0, now))[1])
@@ -1163,7 +1175,7 @@ class Peer:
             snapshot = Snapshot(progress.steps, progress.tokens, progress.units, progress.leased)
         else:
             snapshot = await self._set_out()
-            weight = min(self._accounts.snapshot(snapshot, self.fragment).tokens, rules.weight_cap)
+            weight = self._stated(snapshot)[0]
         if weight and not await self.transport.offload(self.replica.sendable, self._theta(), self.fragment):
             reason = "the local parameters are not finite, or huge; they are dropped, with their tokens"
             self._events("warning", message=reason)
@@ -1175,11 +1187,29 @@ class Peer:
         if call.leases and brought.leased:
             target = 0  # whoever has samples waits for the next round with its wishes
         member = Member(
-            peer=self.transport.peer_id, nonce=self._nonce, weight=weight, steps=brought.steps,
+            peer=self.transport.peer_id, nonce=self._nonce, weight=weight, steps=self._stated(snapshot)[1],
             want=max(target - brought.leased, 0), upload=self.rates.upload, download=self.rates.download,
             reachable=self.reachable,
         )  # fmt: skip
         return member, snapshot
+
+    def _stated(self, snapshot: Snapshot) -> tuple[int, int]:
+        """Tokens and steps that this peer states of what it has frozen."""
+        brought = self._accounts.snapshot(snapshot, self.fragment)
+        age = self._accounts.age(self.fragment)
+        tokens, steps = self.manifest.stale.stated(brought.tokens, brought.steps, age)
+        return min(tokens, self.manifest.round.weight_cap), steps
+
+    def _grow_old(self, body: Body, share: float) -> int:
+        """A commit has averaged a share of this peer's contribution: the tokens that are too old now, to be dropped."""
+        if self.island is None or not body.chunks or body.outer_step >= self.manifest.outer_steps:
+            return 0
+        tokens = self._accounts.progress(self.island.progress(), body.fragment).tokens
+        age = self._accounts.grow_old(body.fragment, tokens > 0 and share < HALF)
+        if not self.manifest.stale.drops(age):
+            return 0
+        self._accounts.grow_old(body.fragment, False)
+        return tokens
 
     async def _no_island(self, error: ResourceError) -> None:
         """The island is gone or hangs: let others lead while it comes back."""
@@ -1537,7 +1567,7 @@ class Peer:
             self._checkpointing = None
         try:
             check_child(body, self.replica.position, self.manifest, self.layout)
-            await self.transport.offload(check_all, body, chunks, self.layout, self.codec)
+            await self.transport.offload(check_all, body, chunks, self.layout, self.codec, self.manifest.merging)
         except PeerMisbehaved as error:
             await self._spurn(commit_id, body, str(error))
             return
@@ -1555,7 +1585,10 @@ class Peer:
             self._events("warning", message=f"the commit was not logged: {error}")
         last = body.outer_step >= self.manifest.budget.rounds * self.layout.fragments
         moving = island is not None and bool(chunks) and not self._frozen
-        if moving and island is not None and (island.frozen is None or lost or last):
+        dropped = self._grow_old(
+            body, 1.0 if lost else contributed(body.seal, body.chunks, self.layout)[me] if me is not None else 0.0
+        )  # fmt: skip
+        if moving and island is not None and (island.frozen is None or lost or last or dropped):
             # Its θ is about to be written; nothing may be training on it.
             moving = False
             try:
@@ -1565,7 +1598,7 @@ class Peer:
         rule = self._rule if self._ahead_of_round else CARRY
         applied = await self.transport.offload(
             self.replica.apply, body, commit_id, chunks, me=me, frozen=frozen, rule=rule,
-            local=island.local if island is not None and not lost and not moving else None,
+            local=island.local if island is not None and not (lost or dropped) and not moving else None,
             shift=island.frozen if island is not None and moving else None,
         )  # fmt: skip
         self._reluctant.pop(PeerId(body.seal.coordinator), None)
@@ -1582,12 +1615,15 @@ class Peer:
             overwrite, part = rule.merge is Merge.OVERWRITE, self.layout.fragment(body.fragment)
             of = None if frozen is island.local or (overwrite and self.layout.fragments == 1) else snapshot
             spent = applied.share
-            if lost:
+            if lost or dropped:
                 for span in map(part.span, range(part.count)):
                     island.local[span] = self.replica.params[span]
-                    if self.replica.residual is not None:
+                    if self.replica.residual is not None and lost:
                         self.replica.residual[span] = 0
                 spent, of = 1.0, None
+            if dropped:
+                self._ahead_of_round = False
+                more["stale_tokens"] = round(dropped * part.parameters / self.layout.parameters)
             if me is not None:
                 self._carried = False
                 self.contributed += averaged_of(body.seal, body.chunks, self.layout)[me]
@@ -1791,7 +1827,7 @@ class Peer:
 
     def _keep(self, commit: Commit, chunks: list[bytes]) -> None:
         """Log a fetched commit, once its chunks are known to be sound."""
-        check_all(commit.body, chunks, self.layout, self.codec)
+        check_all(commit.body, chunks, self.layout, self.codec, self.manifest.merging)
         self.store.append(commit, chunks)
 
     async def _go_over(self, head: Head) -> None:

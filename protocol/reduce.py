@@ -2,7 +2,8 @@
 
 Frames of a reduce stream, after the opener's :class:`Hello` and the reducer's :class:`Welcome`: kind u8, then
  0 nothing: a sign of life while there is nothing to send
- 1 index u32, payload: the opener's contribution to a chunk, encoded in the run's codec
+ 1 index u32, payload: the opener's contribution to a chunk, encoded in the run's codec; where tensors are merged by
+   norms and directions (:mod:`.radial`) after the norms of the tensors in it
  2 index u32, averaged chunk: the reducer's answer (see :mod:`.averaged`)
  3 count u32, BLAKE3 over what was sent in this direction since the stream began: the explicit end
 Chunks come in order, each once. Reading never waits for writing: every direction has its own task. After both ends the
@@ -27,7 +28,9 @@ from .commits import bitmap, members_in
 from .digest import BytesLike
 from .errors import Fault, NonFinite, PeerMisbehaved, PeerSlow, StreamClosed
 from .layout import ChunkLayout
+from .merging import Merging
 from .messages import Digest, Member, Natural, Part, Seal, Signature, decode, encode
+from .radial import NORM_BYTES, Directions
 from .transport import Stream, Transport
 from .wakeup import Wakeup
 
@@ -85,7 +88,7 @@ class Reducer:
 
     def __init__(
         self, transport: Transport, layout: ChunkLayout, codec: Codec, members: Sequence[Member], me: int, part: Part,
-        *, silence: float, cutoff: float, sink: Callable[[int, bytes], None],
+        *, merging: Merging, silence: float, cutoff: float, sink: Callable[[int, bytes], None],
         refused: Callable[[int, str, Fault], None], floor: Callable[[], float],
     ) -> None:  # fmt: skip
         self._transport = transport
@@ -94,6 +97,10 @@ class Reducer:
         self._averages_codec = averages_codec(codec.name)
         self._members = list(members)
         self._me = me
+        self._merging = merging
+        """Of the part's fragment."""
+        tensors = merging.part
+        self._directions = Directions(tensors, codec) if tensors is not None else None
         self.part = part
         self._silence = silence
         self._cutoff = cutoff
@@ -161,8 +168,11 @@ class Reducer:
             into = self._sums.get(index)
             if into is None:
                 into = self._sums[index] = self._fresh(self._layout.size(index))
-            weight = float(self._members[member].weight)
-            await self._transport.offload(self._codec.accumulate, payload, weight, into)
+            weight = float(self._merging.weight(self._members[member]))
+            if self._directions is not None:
+                await self._transport.offload(self._directions.add, member, index, payload, weight, into)
+            else:
+                await self._transport.offload(self._codec.accumulate, payload, weight, into)
             self._inside.setdefault(index, []).append(member)
             if member in self._next:
                 self._next[member] = index + 1
@@ -222,14 +232,15 @@ class Reducer:
     async def _finish(self, index: int) -> None:
         async with self._locks.setdefault(index, asyncio.Lock()):
             inside = sorted(self._inside.get(index, []))
-            weight = sum(self._members[m].weight for m in inside)
+            weight = self._merging.total(self._members, inside)
             total = self._sums.pop(index, None)
             contributors = bitmap(inside, len(self._members))
+            norms = self._directions.norms(index, inside) if self._directions is not None else None
             if weight and total is not None:
-                average = await self._transport.offload(self._average, index, contributors, weight, total)
+                average = await self._transport.offload(self._average, index, contributors, weight, total, norms)
                 self._spare.append(total)
             else:
-                average = pack(index, contributors, weight, b"")
+                average = pack(index, contributors, weight, b"", norms)
             self._inside.pop(index, None)
             self._low = index + 1
         self._locks.pop(index, None)
@@ -238,8 +249,9 @@ class Reducer:
         self._averaged.pulse()
 
     def _average(
-        self, index: int, contributors: bytes, weight: int, total: np.ndarray[Any, np.dtype[np.float32]]
-    ) -> bytes:
+        self, index: int, contributors: bytes, weight: int, total: np.ndarray[Any, np.dtype[np.float32]],
+        norms: bytes | None,
+    ) -> bytes:  # fmt: skip
         total /= np.float32(weight)
         try:
             payload = self._averages_codec.encode(total)
@@ -247,7 +259,7 @@ class Reducer:
             # Each contribution was within the codec's bound; rounding may take their mean a hair beyond it.
             np.clip(total, -MAX_MAGNITUDE, MAX_MAGNITUDE, out=total)
             payload = self._averages_codec.encode(total)
-        return pack(index, contributors, weight, payload)
+        return pack(index, contributors, weight, payload, norms)
 
     # --- one member's stream -------------------------------------------------------------------------------------
 
@@ -296,7 +308,8 @@ class Reducer:
             await asyncio.gather(reading, return_exceptions=True)
 
     async def _take(self, member: int, stream: Stream) -> None:
-        limit = _CHUNK.size + max(self._codec.encoded_size(self._layout.chunk), END_SIZE)
+        norms = NORM_BYTES * self._merging.most_norms
+        limit = _CHUNK.size + max(norms + self._codec.encoded_size(self._layout.chunk), END_SIZE)
         count, running = 0, blake3()
         while True:
             frame = await stream.receive_view(limit)
@@ -374,13 +387,13 @@ class Progress:
 
 async def exchange(
     stream: Stream, hello: Hello, roster_id: bytes, progress: Progress, *, transport: Transport, layout: ChunkLayout,
-    codec: Codec, members: list[Member], me: int, silence: float, own: Callable[[int], BytesLike] | None,
-    sink: Callable[[int, bytes], None],
+    codec: Codec, members: list[Member], me: int, merging: Merging, silence: float,
+    own: Callable[[int], BytesLike] | None, sink: Callable[[int, bytes], None],
 ) -> None:  # fmt: skip
     """The member's side of one reduce stream: send the own chunks of a part, receive its averages.
 
     progress: is brought forward; it outlives a stream that breaks. me: this member's number in the roster.
-    own: encodes the contribution to a chunk; None when this member only receives.
+    own: encodes the contribution to a chunk; None when this member only receives. merging: of the part's fragment.
     sink: called with each averaged chunk once it is valid.
     Raises StreamClosed when the stream breaks, PeerSlow when the end does not come within ``silence`` seconds after the
     last average, PeerMisbehaved when the reducer breaks the rules.
@@ -421,7 +434,7 @@ async def exchange(
         progress.written = True
 
     async def read() -> None:
-        limit = _CHUNK.size + max(size_limit(codec, layout.chunk, len(members)), END_SIZE)
+        limit = _CHUNK.size + max(size_limit(codec, layout.chunk, len(members), merging), END_SIZE)
         count, running = 0, blake3()
         while True:
             try:
@@ -442,7 +455,7 @@ async def exchange(
             running.update(frame)
             data = bytes(frame[_CHUNK.size :])
             del frame  # it would stay as long as the next one takes to arrive
-            averaged = await transport.offload(check, data, index, members, codec, layout.size(index))
+            averaged = await transport.offload(check, data, index, members, codec, layout.size(index), merging)
             if index >= progress.sent and me in members_in(averaged.contributors, len(members)):
                 raise PeerMisbehaved(f"chunk {index} counts a contribution that was not sent", stream.peer)
             sink(index, data)

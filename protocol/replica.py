@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .averaged import check_all
+from .averaged import Averaged, check_all
 from .codecs import MAX_MAGNITUDE, Codec, averages_codec
 from .commits import START, Position, members_in, position_of
+from .digest import BytesLike
 from .island import Run
 from .kernels import frozen, subnormals_on, table
 from .layout import ChunkLayout
@@ -24,6 +25,7 @@ from .manifest import Manifest
 from .messages import Body
 from .outer import check_outer
 from .overlap import Overlap, move
+from .radial import Norms, radius, scales, squares
 from .state import GlobalState, spread
 from .transport import Transport
 
@@ -102,6 +104,21 @@ class Replica:
         scratch = self._scratch(self.layout.fragment(fragment).size(index))
         return self.codec.encode(self.contribution(index, theta, scratch, fragment=fragment))
 
+    def sender(self, theta: Floats, fragment: int = 0) -> Callable[[int], BytesLike]:
+        """What encodes a contribution chunk by chunk, as it is sent: by :meth:`encode`, and after the norms of its
+        tensors where they are merged by norms and directions."""
+        part = self.manifest.merging.of(fragment).part
+        if part is None:
+            return lambda index: self.encode(index, theta, fragment)
+
+        def decoded(index: int) -> Floats:
+            sent = np.empty(self.layout.fragment(fragment).size(index), np.float32)
+            self.codec.decode(self.encode(index, theta, fragment), len(sent), sent)
+            return sent
+
+        norms = Norms(part, decoded, self.layout.chunk)
+        return lambda index: norms.of(index) + self.encode(index, theta, fragment)
+
     def _scratch(self, size: int) -> Floats:
         """Memory of this thread for one chunk: fresh pages for each would cost as much time as the encoding."""
         memory: Floats | None = getattr(self._memory, "chunk", None)
@@ -122,15 +139,45 @@ class Replica:
     # --- applying ------------------------------------------------------------------------------------------------
 
     def means(self, body: Body, chunks: Sequence[bytes]) -> list[Floats | None]:
-        """Decode a commit's averaged chunks; None where nobody contributed. Raises PeerMisbehaved."""
+        """What a commit's averaged chunks come to; None where nobody contributed. Raises PeerMisbehaved."""
         means: list[Floats | None] = []
         part = self.layout.fragment(body.fragment)
-        for index, averaged in enumerate(check_all(body, chunks, self.layout, self.codec)):
+        averages = check_all(body, chunks, self.layout, self.codec, self.manifest.merging)
+        lengthen = self._lengthen(body, averages)
+        for index, averaged in enumerate(averages):
             mean = np.empty(part.size(index), np.float32) if averaged.weight else None
             if mean is not None:
                 self.averages.decode(averaged.payload, len(mean), mean)
+                lengthen(index, mean)
             means.append(mean)
         return means
+
+    def _lengthen(self, body: Body, averages: Sequence[Averaged]) -> Callable[[int, Floats], None]:
+        """What makes of the directions in a decoded chunk, in place, what is merged (:mod:`.radial`); nothing where
+        means are averaged. CPU-heavy."""
+        merging = self.manifest.merging.of(body.fragment)
+        part = merging.part
+        if part is None:
+            return lambda index, values: None
+        layout, members = self.layout.fragment(body.fragment), body.seal.members
+
+        def measure(index: int) -> tuple[list[float], list[float]] | None:
+            averaged = averages[index]
+            if not averaged.weight:
+                return None
+            values = self._scratch(layout.size(index))
+            self.averages.decode(averaged.payload, len(values), values)
+            weights = [merging.weight(members[i]) for i in members_in(averaged.contributors, len(members))]
+            sums = [squares(values[piece.place]) for piece in part.pieces(index)]
+            return sums, [radius(weights, list(map(float, norms))) for norms in averaged.norms]
+
+        factors = scales(part, spread(measure, range(len(averages)), 4 * self.layout.chunk))
+
+        def lengthen(index: int, values: Floats) -> None:
+            for piece, factor in zip(part.pieces(index), factors[index], strict=True):
+                values[piece.place] *= factor
+
+        return lengthen
 
     def apply(
         self,
@@ -156,7 +203,8 @@ class Replica:
         ``frozen``, whose use is over with the commit.
         """
         # Everything is checked before the first write; then chunk after chunk, so that it takes no memory to speak of.
-        averages = check_all(body, chunks, self.layout, self.codec)
+        averages = check_all(body, chunks, self.layout, self.codec, self.manifest.merging)
+        lengthen = self._lengthen(body, averages)
         outer = self.manifest.outer
         check_outer(outer.lr, outer.momentum, outer.optimizer)
         members = len(body.seal.members)
@@ -193,6 +241,7 @@ class Replica:
                 old = new.copy()
             if averaged.weight:
                 self.averages.decode(averaged.payload, len(scratch), scratch)
+                lengthen(index, scratch)
                 self.state.step(
                     self.layout.place(fragment, index), scratch, lr=outer.lr, mu=outer.momentum, kind=outer.optimizer,
                     phase=phase, period=outer.period,

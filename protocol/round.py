@@ -98,6 +98,8 @@ class Round:
         self.theta = theta if seal.members[self.me].weight else None
         self._part = around.layout.fragment(seal.fragment)
         """The chunks of the round's fragment."""
+        self._merging = around.manifest.merging.of(seal.fragment)
+        self._sends: Callable[[int], BytesLike] | None = None
         self.silence = around.manifest.round.silence
         self.started = around.transport.now()
         self.ends = self.started + seal.deadline
@@ -208,7 +210,9 @@ class Round:
         theta, replica = self.theta, self.around.replica
         if theta is None:
             return None
-        return lambda index: replica.encode(index, theta, self.seal.fragment)
+        if self._sends is None:
+            self._sends = replica.sender(theta, self.seal.fragment)
+        return self._sends
 
     def _take(self, part: Part) -> None:
         """Begin to work on a part, as its reducer or as one of its contributors."""
@@ -219,7 +223,8 @@ class Round:
             around, cutoff = self.around, self.ends - 2 * self.silence
             reducer = Reducer(
                 around.transport, self._part, around.replica.codec, self.seal.members, self.me, part,
-                silence=self.silence, cutoff=cutoff, sink=self._hold, refused=self._refused,
+                merging=self._merging, silence=self.silence, cutoff=cutoff, sink=self._hold,
+                refused=self._refused,
                 floor=lambda: max(self.started, around.messenger.epoch),
             )  # fmt: skip
             self._serving[key] = reducer
@@ -290,8 +295,8 @@ class Round:
                 hello = Hello(self.seal, self.signature, part.first, part.count, progress.due)
                 await exchange(
                     stream, hello, self.roster_id, progress, transport=around.transport, layout=self._part,
-                    codec=around.replica.codec, members=self.seal.members, me=self.me, silence=self.silence,
-                    own=self._own(), sink=self._hold,
+                    codec=around.replica.codec, members=self.seal.members, me=self.me, merging=self._merging,
+                    silence=self.silence, own=self._own(), sink=self._hold,
                 )  # fmt: skip
                 return
             except (PeerMisbehaved, PeerSlow) as error:
@@ -555,10 +560,11 @@ class Round:
         elif seen:
             proposal = max(seen, key=lambda p: (len(p.votes), hash_of(p.body)))
         else:
-            entries = []
+            entries: list[ChunkEntry] = []
             for digest in self.chunks:
                 assert digest is not None
-                entries.append(ChunkEntry(digest, unpack(self.held[digest]).contributors))
+                pieces = self._merging.pieces(len(entries))
+                entries.append(ChunkEntry(digest, unpack(self.held[digest], pieces).contributors))
             state = await around.replica.digest(around.transport)
             body = make_body(
                 self.seal, self.roster_id, around.replica.position, state, entries, around.manifest, around.layout
@@ -655,7 +661,9 @@ class Round:
             except TransportError:
                 await self._changed.wait(self.silence * CHUNK_RETRY)
         chunks = [self.held[entry.hash] for entry in body.chunks]
-        await around.transport.offload(check_all, body, chunks, around.layout, around.replica.codec)
+        await around.transport.offload(
+            check_all, body, chunks, around.layout, around.replica.codec, around.manifest.merging
+        )  # fmt: skip
 
     async def _complete(self, commit: Commit) -> None:
         """After the majority: hold all of the commit's chunks. Bounded by the deadline and T beyond it."""

@@ -26,6 +26,8 @@ from .simulated.faults import KINDS, Chaos
 from .simulated.swarm import Swarm, manifest
 
 PARAMETERS, CHUNK = 128, 64
+STEP_TOKENS = 40
+"""Of the simulated islands."""
 CALM = 6
 """Rounds without faults at the end, within which all must be together again and have contributed."""
 
@@ -81,7 +83,8 @@ def draw(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         "silence": args.silence, "latency": args.latency, "inner_steps": args.inner_steps, "step_time": args.step_time,
         "uneven": 1.0, "grace": 0.25, "jitter": 0.0, "hidden": 0, "bandwidth": args.bandwidth, "every": args.every,
         "back": args.back, "codec": "int8", "overlap": args.overlap, "merge": args.merge,
-        "fragments": args.fragments, "keep": args.keep,
+        "fragments": args.fragments, "keep": args.keep, "by": "steps", "weights": "tokens", "average": "mean",
+        "stale": "keep",
     }  # fmt: skip
     length = args.inner_steps * args.step_time
     if args.vary:
@@ -99,6 +102,14 @@ def draw(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         if args.overlap:
             settings["overlap"] = rng.randint(0, args.overlap)
             settings["merge"] = args.merge if settings["overlap"] else "carry"
+        rules = random.Random(f"rules {seed}")
+        settings |= {
+            "by": rules.choice(["steps", "steps", "tokens", "time"]),
+            "weights": rules.choice(["tokens", "tokens", "tokens2/steps", "equal"]),
+            "average": rules.choice(["mean", "mean", "radial"]), "stale": rules.choice(["keep", "keep", "drop"]),
+        }  # fmt: skip
+        if settings["codec"] == "sparse":
+            settings["average"] = "mean"  # what the judge knows of is what was to be sent, and the norm is another
     if settings["every"] is None:
         settings["every"] = 20 * length / settings["peers"]
     if settings["keep"] is None:
@@ -113,12 +124,20 @@ def build(settings: dict[str, Any], max_group: int, seed: int) -> Swarm:
     rules = {
         "inner_steps": steps, "quorum": min(settings["quorum"], peers), "max_group": max_group,
         "silence": settings["silence"], "first_lease": 8 * steps, "max_lease": 32 * steps, "weight_cap": 10**6,
-        "grace": settings["grace"], "overlap": settings["overlap"], "merge": settings["merge"],
-        "fragments": settings["fragments"],
+        "grace": settings["grace"] if settings["by"] == "steps" else 0.0, "overlap": settings["overlap"],
+        "merge": settings["merge"], "fragments": settings["fragments"], "by": settings["by"],
+        "weights": settings["weights"], "average": settings["average"], "stale": settings["stale"],
     }  # fmt: skip
+    if settings["by"] == "time":
+        rules["every"] = max(steps * settings["step_time"], 1.0)
+    elif settings["by"] == "tokens":
+        # What a quarter of the peers makes in a round: half of them may be gone, and some without samples.
+        rules["every"] = max(peers // 4, 1) * steps * STEP_TOKENS
+        rules["every"] = max(rules["every"], rules["quorum"] * settings["fragments"])
     count = settings["fragments"]
-    tensors = [[PARAMETERS * (i + 1) // count - PARAMETERS * i // count] for i in range(count)]
-    state = {"chunk": CHUNK, **({"layers": tensors} if count > 1 else {})}
+    several = max(count, 3 if settings["average"] == "radial" else 1)
+    tensors = [[PARAMETERS * (i + 1) // several - PARAMETERS * i // several] for i in range(several)]
+    state = {"chunk": CHUNK, **({"layers": tensors} if several > 1 else {})}
     run = manifest(
         parameters=PARAMETERS, round=rules, state=state, codec={"name": settings["codec"]},
         budget={"rounds": 10**6},

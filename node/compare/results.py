@@ -19,7 +19,6 @@ FILE = "results.jsonl"
 SOURCES = (
     "node/compare/simulate.py",
     "node/compare/lowrank.py",
-    "node/compare/merging.py",
     "node/data/*.py",
     "node/evaluate.py",
     "node/learner.py",
@@ -28,8 +27,10 @@ SOURCES = (
     "node/specs.py",
     "protocol/codecs/*.py",
     "protocol/kernels_numpy.py",
+    "protocol/merging.py",
     "protocol/outer.py",
     "protocol/overlap.py",
+    "protocol/radial.py",
     "protocol/theta0.py",
 )
 """What a result depends on besides its manifest and scenario. (numba's kernels give numpy's bits, or are not used.)"""

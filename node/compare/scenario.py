@@ -53,10 +53,6 @@ class Scenario(BaseModel):
     """What becomes of a contribution that did not arrive: it stays in the local weights (the protocol's rule), is
     forgotten, or goes into the residual."""
     deaths: Deaths = ()
-    weights: Literal["tokens", "tokens2/steps", "equal"] = "tokens"
-    """Of a contribution in the mean: its tokens (the protocol's), tokens · tokens / steps (arXiv 2604.21428), or 1."""
-    average: Literal["mean", "radial"] = "mean"
-    """``radial``: the mean of norms times the mean direction, for each tensor but the embeddings (arXiv 2604.21428)."""
     fragments: int = Field(default=1, ge=1, le=64)
     """Parts of the model that have rounds of their own, staggered over H steps (Streaming DiLoCo, arXiv 2501.18512). An
     experiment beside the manifest's ``round.fragments``: here rounds may be in flight for longer than it is from one to
@@ -78,10 +74,8 @@ class Scenario(BaseModel):
                 problems.append(f"deaths: there is no peer {death.peer}; expected 0 to {self.peers - 1}")
             if not 0 <= death.begins < death.ends <= 1:
                 problems.append(f"deaths: expected shares 0 ≤ begins < ends ≤ 1, found {death.begins}, {death.ends}")
-        if self.fragments > 1 and (self.rank or self.average == "radial"):
-            problems.append(f'fragments = {self.fragments} goes with neither rank nor merge = "radial"')
-        if self.rank and self.average == "radial":
-            problems.append('average = "radial" takes whole tensors, and rank sends their factors; choose one')
+        if self.fragments > 1 and self.rank:
+            problems.append(f"fragments = {self.fragments} does not go with rank; leave one of them out")
         if self.method == "data-parallel":
             plain = Scenario.model_construct(peers=self.peers)
             kept = {"method", "peers", "budget", "rate", "data_seed"}

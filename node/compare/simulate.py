@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,11 +27,11 @@ from atoll.protocol.codecs.base import MAX_MAGNITUDE, Codec
 from atoll.protocol.manifest import Manifest, RoundSection
 from atoll.protocol.outer import outer_step
 from atoll.protocol.overlap import Merge, Overlap, move
+from atoll.protocol.radial import Norms, Part, normalise, radius, read, scales, squares
 from atoll.protocol.theta0 import theta0
 
 from .link import Transfer, pack_transfers
 from .lowrank import LowRank
-from .merging import radial
 from .scenario import Scenario
 
 Floats = NDArray[np.float32]
@@ -44,16 +44,22 @@ SAMPLE = 8
 """The curve is scored on every eighth batch of the held-out text, the end on all of it."""
 
 
-def run_ticks(scenario: Scenario, rounds: int, section: RoundSection) -> int:
-    """Ticks in which so many rounds can be had, none being dead."""
-    return -(-rounds * round_ticks(scenario, section) // groups(scenario, section))
+def run_ticks(scenario: Scenario, rounds: int, section: RoundSection, step_tokens: int) -> int:
+    """Ticks in which so many rounds can be had, none being dead. step_tokens: of one inner step."""
+    return -(-rounds * round_ticks(scenario, section, step_tokens) // groups(scenario, section))
 
 
-def round_ticks(scenario: Scenario, section: RoundSection) -> int:
-    """Ticks until as many peers as the quorum asks for have done their inner steps, none being dead."""
+def round_ticks(scenario: Scenario, section: RoundSection, step_tokens: int) -> int:
+    """Ticks until a round is due, none being dead: until as many peers as the quorum asks for have done their inner
+    steps, or all together the tokens that the manifest asks for."""
     if scenario.method == "data-parallel":
         return section.inner_steps
     fastest = sorted((scenario.speed(peer) for peer in range(scenario.peers)), reverse=True)
+    if section.by == "tokens":
+        ticks = 1
+        while sum(int(ticks * speed) for speed in fastest) * step_tokens < section.every:
+            ticks += 1
+        return ticks
     speed = fastest[min(section.quorum, scenario.peers) - 1]
     ticks = 1
     while int(ticks * speed) < section.inner_steps:
@@ -64,6 +70,13 @@ def round_ticks(scenario: Scenario, section: RoundSection) -> int:
 def groups(scenario: Scenario, section: RoundSection) -> int:
     """Rounds that it takes for everyone to contribute once."""
     return 1 if scenario.method == "data-parallel" else -(-scenario.peers // section.max_group)
+
+
+class _Stated(NamedTuple):
+    """What a member of a roster says of its contribution."""
+
+    weight: int
+    steps: int
 
 
 @dataclass
@@ -101,6 +114,8 @@ class _Peer:
     steps: list[int]
     """Inner steps that have not been handed over, one a fragment; so are the tokens."""
     tokens: list[int]
+    ages: list[int]
+    """Rounds that each fragment's contribution has missed."""
     alive: bool = True
 
     @property
@@ -144,7 +159,8 @@ class Simulation:
         self.curve: list[dict[str, Any]] = []
         self.training_seconds = 0.0
         self.inner_steps = manifest.round.inner_steps
-        self.ticks = run_ticks(scenario, manifest.budget.rounds, manifest.round)
+        step_tokens = self.inner.batch * self.model.context
+        self.ticks = run_ticks(scenario, manifest.budget.rounds, manifest.round, step_tokens)
 
     # ---------------------------------------------------------------- what the baseline does otherwise
 
@@ -167,7 +183,8 @@ class Simulation:
         for _ in range(self.scenario.peers):
             # the first rounds of the fragments are staggered over one round, and the last one's is a whole round
             early = [self.inner_steps - (f + 1) * self.inner_steps // count for f in range(count)]
-            self.peers.append(_Peer(self._learner(self.params.copy()), np.zeros_like(self.params), early, [0] * count))
+            learner = self._learner(self.params.copy())
+            self.peers.append(_Peer(learner, np.zeros_like(self.params), early, [0] * count, [0] * count))
 
     def tick(self, now: int) -> None:
         share = (now - 1) / self.ticks
@@ -295,14 +312,20 @@ class Simulation:
         peer.residual.fill(0)
         peer.steps = [0] * len(self.fragments)
         peer.tokens = [0] * len(self.fragments)
+        peer.ages = [0] * len(self.fragments)
         peer.learner.optimizer = InnerOptimizer(peer.learner.model, peer.learner.inner)
 
     def _done(self, peer: _Peer) -> bool:
         return all(steps >= self.inner_steps for steps in peer.steps)
 
     def _ready(self, fragment: int) -> bool:
-        ready = sum(self.peers[number].steps[fragment] >= self.inner_steps for number in self._able(fragment))
-        return ready >= min(self.manifest.round.quorum, self.scenario.peers)
+        rules, able = self.manifest.round, self._able(fragment)
+        quorum = min(rules.quorum, self.scenario.peers)
+        if rules.by == "tokens":
+            held = sum(min(self.peers[number].tokens[fragment], rules.weight_cap) for number in able)
+            turn = len(self.fragments) if self.numbers[fragment] else fragment + 1
+            return len(able) >= quorum and held >= rules.every * turn / len(self.fragments)
+        return sum(self.peers[number].steps[fragment] >= self.inner_steps for number in able) >= quorum
 
     # ---------------------------------------------------------------- rounds
 
@@ -331,13 +354,9 @@ class Simulation:
 
     def _contribution(self, peer: _Peer, fragment: int, chunks: Sequence[slice]) -> _Frozen:
         steps, tokens = peer.steps[fragment], peer.tokens[fragment]
-        cap = self.manifest.round.weight_cap
-        weight = {
-            "tokens": float(min(tokens, cap)),
-            "tokens2/steps": tokens * (tokens / steps),
-            "equal": 1.0,
-        }[self.scenario.weights]
-        frozen = _Frozen([], [], [], [], [], weight, steps, tokens)
+        counted, over = self.manifest.stale.stated(tokens, steps, peer.ages[fragment])
+        stated = _Stated(min(counted, self.manifest.round.weight_cap), over)
+        frozen = _Frozen([], [], [], [], [], float(self.manifest.merging.weight(stated)), steps, tokens)
         for chunk in chunks:
             params, theta = self.params[chunk], peer.theta[chunk]
             before = theta.copy()
@@ -389,6 +408,17 @@ class Simulation:
             gone = 1.0 if number in arrived or self.scenario.left_out != "keep" else 0.0
             peer.steps[fragment] = self.overlap.remaining(peer.steps[fragment], frozen.steps, gone)
             peer.tokens[fragment] = self.overlap.remaining(peer.tokens[fragment], frozen.tokens, gone)
+        for number, peer in enumerate(self.peers):
+            if peer.alive:
+                self._grow_old(peer, fragment, missed=number not in arrived)
+
+    def _grow_old(self, peer: _Peer, fragment: int, *, missed: bool) -> None:
+        """What a round has missed is a round older, and dropped where the manifest says so."""
+        peer.ages[fragment] = peer.ages[fragment] + 1 if missed and peer.tokens[fragment] else 0
+        if self.manifest.stale.drops(peer.ages[fragment]):
+            for chunk in self.fragments[fragment]:
+                peer.theta[chunk] = self.params[chunk]
+            peer.steps[fragment] = peer.tokens[fragment] = peer.ages[fragment] = 0
 
     def _apply(self, peer: _Peer, chunk: slice, index: int, old: Floats, frozen: _Frozen | None, arrived: bool) -> None:
         theta, new = peer.theta[chunk], self.params[chunk]
@@ -426,10 +456,9 @@ class Simulation:
             return self._low_rank(contributions, flight)
         weights = [frozen.weight for frozen in contributions]
         chunks = self.fragments[fragment]
-        if self.scenario.average == "radial":
-            sent = [np.concatenate(frozen.sent) for frozen in contributions]
-            merged = radial(sent, weights, self.specs)
-            return [self._through(merged[chunk], self.averages)[0] for chunk in chunks]
+        part = self.manifest.merging.of(fragment).part
+        if part is not None:
+            return self._radial(part, contributions)
         means = []
         for index, chunk in enumerate(chunks):
             total = np.zeros(chunk.stop - chunk.start, np.float32)
@@ -438,6 +467,31 @@ class Simulation:
             total /= np.float32(sum(weights))
             np.clip(total, -MAX_MAGNITUDE, MAX_MAGNITUDE, out=total)
             means.append(self._through(total, self.averages)[0])
+        return means
+
+    def _radial(self, part: Part, contributions: list[_Frozen]) -> list[Floats]:
+        """As a reducer averages directions, and everybody lengthens them again."""
+        whole = sum(int(frozen.weight) for frozen in contributions)
+        senders = [Norms(part, frozen.sent.__getitem__, self.manifest.state.chunk) for frozen in contributions]
+        means: list[Floats] = []
+        found: list[tuple[list[float], list[float]]] = []
+        for index in range(len(contributions[0].sent)):
+            pieces, norms = part.pieces(index), [read(sender.of(index)) for sender in senders]
+            total = np.zeros_like(contributions[0].sent[index])
+            for frozen, own in zip(contributions, norms, strict=True):
+                values = frozen.sent[index].copy()
+                normalise(values, pieces, own)
+                values *= np.float32(frozen.weight)
+                total += values
+            total /= np.float32(whole)
+            mean = self._through(total, self.averages)[0]
+            means.append(mean)
+            weights = [int(frozen.weight) for frozen in contributions]
+            sums = [squares(mean[piece.place]) for piece in pieces]
+            found.append((sums, [radius(weights, [float(own[k]) for own in norms]) for k in range(len(pieces))]))
+        for index, factors in enumerate(scales(part, found)):
+            for piece, factor in zip(part.pieces(index), factors, strict=True):
+                means[index][piece.place] *= factor
         return means
 
     def _low_rank(self, contributions: list[_Frozen], flight: _Round) -> list[Floats]:

@@ -55,6 +55,7 @@ DERIVED = (
     ("state", "parameters"),
     ("state", "chunk"),
     ("state", "layers"),
+    ("state", "embeddings"),
     ("state", "theta0"),
 )
 """Fields of a manifest that follow from others."""
@@ -218,6 +219,17 @@ def check_rows(rows: Iterable[Row]) -> None:
                 f"row {row.name!r}: quorum = {row.manifest.round.quorum} exceeds peers = {row.scenario.peers}; set "
                 f"manifest.round.quorum to at most {row.scenario.peers}"
             )
+        rules = row.manifest.round
+        if rules.by == "time":
+            raise ConfigError(
+                f'row {row.name!r}: manifest.round.by = "time" means nothing here, where time goes by in ticks and a '
+                'link is chosen afterwards; use "tokens", or "steps"'
+            )
+        if rules.by == "tokens" and row.scenario.idle:
+            raise ConfigError(
+                f'row {row.name!r}: idle peers stand still after their inner steps, and manifest.round.by = "tokens" '
+                "waits for no steps; leave one of them out"
+            )
         chunks = -(-row.manifest.state.parameters // row.manifest.state.chunk)
         if row.scenario.fragments > chunks:
             raise ConfigError(
@@ -225,13 +237,11 @@ def check_rows(rows: Iterable[Row]) -> None:
                 f"to at most {chunks}, or manifest.state.chunk lower"
             )
         experiment = {"fragments": row.scenario.fragments > 1, "rank": row.scenario.rank > 0}
-        experiment["average"] = row.scenario.average != "mean"
-        if row.manifest.round.fragments > 1 and any(experiment.values()):
+        whole = {"fragments": rules.fragments > 1, "average": rules.average == "radial"}
+        if any(whole.values()) and any(experiment.values()):
+            ours = " and ".join(f"manifest.round.{key}" for key, said in whole.items() if said)
             others = " and ".join(f"scenario.{key}" for key, tried in experiment.items() if tried)
-            raise ConfigError(
-                f"row {row.name!r}: manifest.round.fragments = {row.manifest.round.fragments} does not go with "
-                f"{others}; leave one of them out"
-            )
+            raise ConfigError(f"row {row.name!r}: {ours} does not go with {others}; leave one of them out")
         if row.scenario.rank:
             from atoll.node.config import ModelConfig
             from atoll.node.specs import tensor_specs
@@ -285,7 +295,7 @@ class Job:
         from .simulate import run_ticks
 
         scenario = self.row.scenario
-        ticks = run_ticks(scenario, self.manifest.budget.rounds, self.manifest.round)
+        ticks = run_ticks(scenario, self.manifest.budget.rounds, self.manifest.round, _step_tokens(self.manifest))
         return round(ticks * scenario.peers * _mean_speed(scenario) * _step_tokens(self.manifest))
 
     def describe(self) -> dict[str, Any]:
@@ -308,9 +318,19 @@ class Job:
         if manifest["round"]["fragments"] == 1:
             for section, name in LATER:
                 del manifest[section][name]
+        del manifest["state"]["embeddings"]  # those of the model
         if manifest["outer"]["period"] == 1:
             del manifest["outer"]["period"]
-        text = json.dumps([{**described, "manifest": manifest}, code], sort_keys=True)
+        if manifest["round"]["stale"] == "keep":
+            for name in ("stale", "max_age"):
+                del manifest["round"][name]
+        if manifest["round"]["by"] == "steps":
+            for name in ("by", "every"):
+                del manifest["round"][name]
+        # Once a circumstance, and results of then are to be found.
+        once = {name: manifest["round"].pop(name) for name in ("weights", "average")}
+        scenario = {**described["scenario"], **once}
+        text = json.dumps([{**described, "manifest": manifest, "scenario": scenario}, code], sort_keys=True)
         return blake3(text.encode()).hexdigest()[:32]
 
 
@@ -330,7 +350,8 @@ def job(row: Row, seed: int, tokens: int | None, peers: int) -> Job:
             ticks = tokens / (peers * _step_tokens(manifest))
         else:
             ticks = tokens / (scenario.peers * _mean_speed(scenario) * _step_tokens(manifest))
-        rounds = round(ticks / round_ticks(scenario, manifest.round)) * groups(scenario, manifest.round)
+        each = round_ticks(scenario, manifest.round, _step_tokens(manifest))
+        rounds = round(ticks / each) * groups(scenario, manifest.round)
         if rounds < 1:
             raise UsageError(f"row {row.name!r}: {tokens} tokens are less than one round; give more --tokens")
         manifest = manifest.replace(budget={"rounds": rounds})

@@ -37,7 +37,7 @@ class Accounts:
     """Rosters sealed, and the deadline of each."""
     resyncs: Counter[str] = field(default_factory=Counter)
     dropped: int = 0
-    """Units that were dropped in going over to another head."""
+    """Units that were dropped in going over to another head, or because they had missed too many rounds."""
 
     def __post_init__(self) -> None:
         self.swarm.hooks.append(self._note)
@@ -53,6 +53,8 @@ class Accounts:
         elif event == "resync":
             self.resyncs[name] += 1
             self.dropped += int(str(fields["lost_tokens"])) // 10
+        elif event == "commit":
+            self.dropped += int(str(fields.get("stale_tokens", 0))) // 10
 
     async def watch(self, end: float) -> None:
         """Look at every peer again and again until the virtual second ``end``."""

@@ -19,7 +19,6 @@ from atoll.node.compare.analysis import Terms, survey
 from atoll.node.compare.command import CompareOptions, chosen, read
 from atoll.node.compare.link import Link, Transfer, pack_transfers, unpack_transfers, wall_times
 from atoll.node.compare.lowrank import LowRank, gains, largest_rank
-from atoll.node.compare.merging import radial
 from atoll.node.compare.results import Results
 from atoll.node.compare.scenario import Scenario
 from atoll.node.compare.simulate import round_ticks
@@ -138,7 +137,7 @@ def test_links_that_are_none_are_refused(text: str) -> None:
         ({"deaths": [[0, 0.5, 0.2]]}, "begins < ends"),
         ({"method": "data-parallel", "lost": 0.5}, "knows no lost"),
         ({"lossy": 0.5}, "did you mean 'lost'"),
-        ({"rank": 2, "fragments": 3}, "goes with neither"),
+        ({"rank": 2, "fragments": 3}, "does not go with rank"),
         ({"lost": 1.0}, "less than 1"),
     ],
 )
@@ -183,12 +182,17 @@ def test_a_study_is_read(manifest: Manifest, tmp_path: Path) -> None:
         ('[[row]]\nname = "a"\nscenario = {rank = 60}\n', "at most 7"),
         ('[manifest.round]\nfragments = 3\n[[row]]\nname = "a"\nscenario = {rank = 1}\n', "go with scenario.rank"),
         (
-            '[manifest.round]\nfragments = 3\n[[row]]\nname = "a"\nscenario = {fragments = 2, average = "radial"}\n',
-            "goes with neither",
+            '[manifest.round]\naverage = "radial"\n[[row]]\nname = "a"\nscenario = {rank = 2}\n',
+            "manifest.round.average does not go with scenario.rank",
         ),
         (
             '[manifest.round]\nfragments = 3\n[[row]]\nname = "a"\nscenario = {fragments = 2}\n',
             "go with scenario.fragments",
+        ),
+        ('[manifest.round]\nby = "time"\nevery = 60\ngrace = 0.0\n[[row]]\nname = "a"\n', 'use "tokens"'),
+        (
+            '[manifest.round]\nby = "tokens"\nevery = 600\ngrace = 0.0\n[scenario]\nidle = true\n[[row]]\nname = "a"\n',
+            "waits for no steps",
         ),
         ('[[row]]\nname = "a"\n[row.sweep]\nlr = [1]\n', "table.key"),
         ('[[row]]\nname = "a"\n[row.sweep]\n"outer.speed" = [1]\n', "speed"),
@@ -238,7 +242,7 @@ def test_budgets(manifest: Manifest) -> None:
     assert rounds(8 * whole, peers=2) == (16, 8 * whole)
     assert rounds(8 * whole, peers=2, budget="time") == (8, 4 * whole)
     # a quorum of two: rounds end when the second fastest is ready
-    assert round_ticks(Scenario(speeds=(1, 1, 2, 4)), manifest.round) == 5
+    assert round_ticks(Scenario(speeds=(1, 1, 2, 4)), manifest.round, 256) == 5
     assert rounds(8 * whole, speeds=[1, 1, 2, 4], budget="time") == (16, 16 * whole)
     assert rounds(8 * whole, speeds=[1, 1, 2, 4]) == (8, 8 * whole)
     assert rounds(8 * whole, method="data-parallel") == (8, 8 * whole)
@@ -373,7 +377,7 @@ def test_finished_runs_survive_and_half_a_line_does_not(tmp_path: Path) -> None:
         Results(tmp_path)
 
 
-# ---------------------------------------------------------------------- low rank, radial
+# ---------------------------------------------------------------------- low rank
 
 
 def exact(values: Floats) -> tuple[Floats, int]:
@@ -422,14 +426,3 @@ def test_only_matrices_that_gain_are_factored() -> None:
     assert not gains((16,), 1)
     assert not gains((24, 16), 8)
     assert largest_rank(SPECS) == 4
-
-
-def test_radial_merging_keeps_the_length_that_a_mean_loses() -> None:
-    specs = [TensorSpec("embedding", (2,), "zeros"), TensorSpec("w", (2,), "zeros")]
-    a, b = np.array([1, 0, 2, 0], np.float32), np.array([0, 1, 0, 2], np.float32)
-    found = radial([a, b], [1, 1], specs)
-    assert np.allclose(found, [0.5, 0.5, math.sqrt(2), math.sqrt(2)])
-    assert np.allclose(radial([a, a], [1, 3], specs), a)
-    # opposite directions cancel
-    assert np.allclose(radial([a, -a], [1, 1], specs), 0)
-    assert np.allclose(radial([a, 0 * a], [3, 1], specs)[2:], [1.5, 0])

@@ -93,6 +93,23 @@ def test_one_peer_with_the_manifest_s_fragments_is_plain_training(
     assert np.abs(found - plain).max() < 1e-6
 
 
+@pytest.mark.parametrize("stale", ["discount", "drop"])
+def test_a_void_round_makes_nothing_old(text: str, plain: NDArray[np.float32], stale: str) -> None:
+    """Only commits do; and of one peer none misses anything."""
+    found = final(manifest(text, **LONE, round={"stale": stale}), Scenario(peers=1, void=0.4), seed=3)
+    assert np.abs(found - plain).max() < 1e-6
+
+
+def test_what_missed_a_round_is_dropped_where_the_manifest_says_so(text: str) -> None:
+    """Groups of one of two: each round misses the other's steps."""
+    alone = {"quorum": 1, "max_group": 1}
+    kept = simulate(manifest(text, round=alone), Scenario(peers=2), 0, lambda *_: None)
+    dropping = Simulation(manifest(text, round={**alone, "stale": "drop"}), Scenario(peers=2), 0, lambda *_: None)
+    dropping.run()
+    assert (kept["commits"], dropping.commits) == (4, 2)
+    assert all(peer.tokens == [0] for peer in dropping.peers)
+
+
 def test_fragments_divide_the_peak_of_the_traffic(text: str) -> None:
     """Bytes of one reduction, and of all: as many, and what winding up adds."""
     peaks, totals, ticks = {}, {}, {}
@@ -185,7 +202,7 @@ def test_a_contribution_dies_with_its_peer(text: str) -> None:
 
 def test_nobody_waits_for_the_slow_unless_told_to(text: str) -> None:
     uneven = {"peers": 2, "speeds": (1.0, 3.0)}
-    assert round_ticks(Scenario(**uneven), manifest(text).round) == 2
+    assert round_ticks(Scenario(**uneven), manifest(text).round, 64) == 2
     free = simulate(manifest(text), Scenario(**uneven), 0, lambda done, total: None)
     # two ticks a round: two steps of the slow one, six of the fast one
     assert free["tokens"] == ROUNDS * (2 + 6) * 2 * 32
@@ -194,10 +211,43 @@ def test_nobody_waits_for_the_slow_unless_told_to(text: str) -> None:
     assert result["tokens"] == ROUNDS * 2 * STEPS * 2 * 32
 
 
-@pytest.mark.parametrize("change", [{"rank": 2}, {"average": "radial"}, {"weights": "equal"}], ids=str)
-def test_experiments_learn(text: str, change: dict[str, Any]) -> None:
-    result = simulate(manifest(text, codec="int8"), Scenario(peers=2, **change), 0, lambda done, total: None)
+def test_experiments_learn(text: str) -> None:
+    result = simulate(manifest(text, codec="int8"), Scenario(peers=2, rank=2), 0, lambda done, total: None)
     assert result["loss"] < result["curve"][0]["loss"] - 0.3
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_norms_and_directions_learn(text: str, fragments: int) -> None:
+    rules = {"average": "radial", "fragments": fragments}
+    result = simulate(manifest(text, codec="int8", round=rules), Scenario(peers=2), 0, lambda done, total: None)
+    assert result["loss"] < result["curve"][0]["loss"] - 0.3
+
+
+def test_norms_and_directions_of_one_peer_are_plain_training(text: str, plain: NDArray[np.float32]) -> None:
+    lone = final(manifest(text, **LONE, round={"average": "radial"}), Scenario(peers=1))
+    assert np.abs(lone - plain).max() < 1e-6
+
+
+def test_weights_are_the_manifests(text: str) -> None:
+    """Peers of unlike speeds bring unlike tokens: by another rule the average is another one. All bring as many tokens
+    a step, so that their square over the steps says no more than they do."""
+    uneven = Scenario(peers=2, speeds=(1.0, 3.0))
+    by = {w: final(manifest(text, round={"weights": w}), uneven) for w in ("tokens", "tokens2/steps", "equal")}
+    assert not np.array_equal(by["tokens"], by["equal"])
+    assert np.abs(by["tokens"] - by["tokens2/steps"]).max() < 1e-4 < np.abs(by["tokens"] - by["equal"]).max()
+
+
+def test_rounds_by_the_tokens_of_all(text: str) -> None:
+    """Six steps of both together make a round, whoever made them: of speeds 1 and 3 those are two ticks, with five
+    to eight steps; a round of one fragment of two the same tokens, half as often."""
+    by = {"by": "tokens", "every": 6 * 64, "grace": 0.0}
+    uneven = Scenario(peers=2, speeds=(1.0, 3.0))
+    assert round_ticks(uneven, manifest(text, round=by).round, 64) == 2
+    result = simulate(manifest(text, round=by), uneven, 0, lambda done, total: None)
+    assert (result["commits"], result["tokens"]) == (ROUNDS, ROUNDS * 8 * 64)
+    halves = {**by, "fragments": 2}
+    result = simulate(manifest(text, round=halves), uneven, 0, lambda done, total: None)
+    assert result["commits"] == 2 * ROUNDS + 1
 
 
 def test_low_rank_sends_less(text: str) -> None:
