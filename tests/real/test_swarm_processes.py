@@ -184,6 +184,25 @@ def test_four_rounds(tmp_path: Path) -> None:
         assert list(here.temporary.iterdir()) == []
 
 
+def test_rounds_by_time_with_norms_and_directions(tmp_path: Path) -> None:
+    """The manifest's other rules with real trainers: the same bits everywhere, and no sample twice."""
+    every = 3.0
+    rules = {"by": "time", "every": every, "grace": 0.0, "weights": "equal", "average": "radial", "stale": "drop"}
+    with place(tmp_path) as here:
+        manifest = small_manifest(text_folder(tmp_path / "text"), budget={"rounds": 4}, round=rules)
+        swarm = Swarm(here, manifest)
+        nodes = [swarm.start(name) for name in "ab"]
+        assert {process.name: process.ended(90) for process in nodes} == dict.fromkeys("ab", 0), swarm.story()
+        assert disagreements(nodes) == []
+        for process in nodes:
+            steps = {event["outer_step"]: event["t"] for event in process.all("commit")}
+            assert set(steps) >= {1, 2, 3, 4}
+            assert all(steps[n + 1] - steps[n] >= every - 0.1 for n in (1, 2, 3)), steps
+            shares = [s for event in process.all("commit") for s in event["contributors"].values()]
+            assert shares.count(1.0) >= 6
+        no_sample_twice(manifest, nodes)
+
+
 def no_sample_twice(manifest: Manifest, nodes: list[Process]) -> None:
     """The commits' leases are disjoint, and no node took more than it was leased."""
     leased: dict[str, int] = dict.fromkeys((process.peer for process in nodes), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import random
 import subprocess
@@ -292,8 +293,8 @@ def test_chaos(seed: int) -> None:
 TRACE = """
 from tests.simulated.swarm import Swarm, manifest
 from tests.simulated.faults import Chaos
-import asyncio
-swarm = Swarm(manifest(budget={"rounds": 8}), seed=4)
+import asyncio, json, sys
+swarm = Swarm(manifest(budget={"rounds": 8}, round=json.loads(sys.argv[1])), seed=4)
 for i in range(5):
     swarm.add(f"p{i}")
 Chaos(swarm, 4, every=5.0)
@@ -304,13 +305,16 @@ print(swarm.network.trace.hexdigest(), len(swarm.commits))
 """
 
 
-def test_one_seed_gives_one_trace_whatever_the_hash_seed() -> None:
+@pytest.mark.parametrize(
+    "rules", [{}, {"by": "tokens", "every": 3200, "grace": 0.0, "average": "radial", "stale": "discount"}], ids=str
+)
+def test_one_seed_gives_one_trace_whatever_the_hash_seed(rules: dict[str, Any]) -> None:
     root = Path(__file__).resolve().parents[2]
     traces = []
     for hash_seed in ("1", "2"):
         env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}"}
         done = subprocess.run(
-            [sys.executable, "-c", TRACE], env=env, cwd=root, capture_output=True, text=True, check=True
+            [sys.executable, "-c", TRACE, json.dumps(rules)], env=env, cwd=root, capture_output=True, text=True, check=True
         )
         traces.append(done.stdout)
     assert traces[0] == traces[1]

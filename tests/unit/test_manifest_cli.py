@@ -231,3 +231,36 @@ def test_check_tells_when_the_data_differs_here(hand: Path, corpus: Path, capsys
     capsys.readouterr()
     assert run(["manifest", "check", str(hand)]) == 0
     assert "data here: the training data differs from the run's" in capsys.readouterr().out
+
+
+def test_other_rules_of_rounds(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What follows from a rule is filled in, and what contradicts one is named with what to do."""
+    path, key = tmp_path / "run.toml", str(tmp_path / "owner.key")
+    new = ["manifest", "new", "-o", str(path), "--data", str(corpus), "--force"]
+    chosen = ["--by", "time", "--every", "600", "--weights", "tokens2/steps", "--average", "radial", "--preset", "tiny"]
+    assert run([*new, *chosen]) == 0
+    manifest = Manifest.load(path)
+    rules = manifest.round
+    assert (rules.by, rules.every, rules.grace, rules.weights, rules.average) == (
+        "time", 600, 0, "tokens2/steps", "radial",
+    )  # fmt: skip
+    assert rules.weight_cap == 3 * 50 * 4 * 128
+    assert manifest.state.embeddings == (0, 26)
+    assert len([size for layer in manifest.state.layers for size in layer]) == 27
+    assert run(["manifest", "sign", str(path), "--key", key]) == 0
+    assert run(["manifest", "check", str(path)]) == 0
+    capsys.readouterr()
+
+    text = path.read_text()
+    for old, said, expected in (
+        ("every = 600.0", "every = 0.5", "the nearest is 1"),
+        ("    26,\n", "    25,\n", "state.embeddings: those of the model are [0, 26], found [0, 25]; delete the line"),
+        ('average = "radial"', 'average = "mean"', "state.layers with round.fragments = 1 does nothing"),
+        ("grace = 0.0", "grace = 0.25", "set grace to 0"),
+    ):
+        assert old in text
+        path.write_text(text.replace(old, said))
+        assert run(["manifest", "check", str(path)]) == 3
+        assert expected in capsys.readouterr().err
+    assert run([*new, "--by", "tokens", "--every", "1"]) == 3
+    assert "the nearest is 2" in capsys.readouterr().err
