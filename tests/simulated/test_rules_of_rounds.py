@@ -156,9 +156,14 @@ def test_a_swarm_merges_norms_and_directions(codec: str, fragments: int) -> None
         4, seed=1, steps={"p2": 0.4, "p3": 0.3}, round=rules, state=dict(RADIAL["state"]), codec={"name": codec},
         budget={"rounds": 6},
     )  # fmt: skip
+    swarm.add("archive", trains=False)
+    swarm.network.loop.kernel_at(7.0, swarm.add, "late")
     run(swarm)
     assert len(outer_steps(swarm)) == 6 * fragments + fragments - 1
     assert len({swarm.life(f"p{i}").peer.replica.params.tobytes() for i in range(4)}) == 1
+    told = {name: {f["commit"]: f["digest"] for _, n, f in swarm.named("digest") if n == name} for name in swarm.hosts}
+    assert len(told["archive"]) > 6 * fragments
+    assert len(told["late"]) > 1, "it has come to a state of the chain by log and checkpoint"
 
 
 @pytest.mark.parametrize("seed", range(4))

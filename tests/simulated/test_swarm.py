@@ -314,7 +314,12 @@ def test_one_seed_gives_one_trace_whatever_the_hash_seed(rules: dict[str, Any]) 
     for hash_seed in ("1", "2"):
         env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{root}{os.pathsep}{root / 'src'}"}
         done = subprocess.run(
-            [sys.executable, "-c", TRACE, json.dumps(rules)], env=env, cwd=root, capture_output=True, text=True, check=True
+            [sys.executable, "-c", TRACE, json.dumps(rules)],
+            env=env,
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         traces.append(done.stdout)
     assert traces[0] == traces[1]
