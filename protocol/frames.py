@@ -1,7 +1,12 @@
 """Frames over a pipe: the :class:`Stream` of the libp2p transport.
 
-A frame is a big-endian uint32 length and that many bytes. What is big is read straight into its own memory, piece
-by piece, after its length was checked; only up to 64 KiB are ever read ahead.
+A frame is a big-endian uint32 length and that many bytes; the length 2**32 - 1 is the sender's last word. What is big
+is read straight into its own memory, piece by piece, after its length was checked; only up to 64 KiB are ever read
+ahead.
+
+Why a last word: libp2p closes a stream's two directions one after the other, and its daemon, when the first is closed,
+now and then resets the stream before it comes to the second, which throws away what the other side has not read yet.
+So a stream is let go only when the other side has closed it too, which it does when it reads the last word.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ from .transport import DEFAULT_FRAME_LIMIT, PeerId, Stream
 
 _AHEAD = 1 << 16
 _HEADER = 4
+_LAST_SIZE = (1 << 32) - 1
+_LAST_WORD = _LAST_SIZE.to_bytes(_HEADER, "big")
 LINGER = 10.0
 """Seconds a closed stream may take to hand over what was sent."""
 LINGER_BYTES = 16 << 20
@@ -52,12 +59,16 @@ class FrameStream(Stream):
         self._filled = 0
         self._broken: str | None = None
         self._unreadable = False
+        self._sent = False
+        """Whether a frame was sent, so that there is something that the other side may still have to read."""
+        self._over = False
+        """The other side has closed: it neither sends nor reads any more."""
         self._closing: asyncio.Task[None] | None = None
 
     async def send(self, *parts: bytes | bytearray | memoryview) -> None:
         views = [memoryview(part).cast("B") for part in parts]
         size = sum(view.nbytes for view in views)
-        if size >= 1 << 32:
+        if size >= _LAST_SIZE:
             raise ValueError(f"a frame has less than 4 GiB, not {size} bytes")
         async with self._sending:
             self._check()
@@ -77,6 +88,7 @@ class FrameStream(Stream):
                     self._broken = "an earlier send was cancelled in the middle of a frame"
                     self._pipe.close()
                 raise
+            self._sent = True
 
     async def receive(self, limit: int = DEFAULT_FRAME_LIMIT) -> bytes:
         return bytes(await self.receive_view(limit))
@@ -90,6 +102,9 @@ class FrameStream(Stream):
                 while self._end - self._start < _HEADER:
                     await self._fill()
                 size = int.from_bytes(self._ahead[self._start : self._start + _HEADER], "big")
+                if size == _LAST_SIZE:
+                    self._over = True
+                    raise StreamClosed(f"the stream of {self.peer} ended")
                 self._check_size(size, limit)
                 self._start += _HEADER
                 ready = min(size, self._end - self._start)
@@ -111,18 +126,26 @@ class FrameStream(Stream):
 
     async def close(self) -> None:
         if self._closing is None:
+            # In the middle of a frame a last word would be taken for a part of it.
+            last = self._sent and not self._over and not self._sending.locked()
             self._pipe.interrupt()
-            self._pipe.end_writing()
-            self._closing = asyncio.create_task(self._finish())
+            if not last:
+                self._pipe.end_writing()
+            self._closing = asyncio.create_task(self._finish(last))
             self._on_closed(self, self._closing)
 
     def abort(self) -> None:
         """End both directions now, delivered or not."""
         self._pipe.close()
 
-    async def _finish(self) -> None:
+    async def _finish(self, last: bool) -> None:
         try:
-            await self._pipe.drain(LINGER, LINGER_BYTES)
+            if last:
+                skim = _Skim(0 if self._frame is None else len(self._frame) - self._filled)
+                if not skim(memoryview(self._ahead)[self._start : self._end]):
+                    await self._pipe.part(_LAST_WORD, skim, LINGER, LINGER_BYTES)
+            else:
+                await self._pipe.drain(LINGER, LINGER_BYTES)
         finally:
             self._pipe.close()
 
@@ -160,3 +183,28 @@ class FrameStream(Stream):
             raise StreamClosed("the stream was closed on this side")
         if self._broken is not None:
             raise StreamClosed(f"the stream cannot be used any more: {self._broken}")
+
+
+class _Skim:
+    """Looks for the other side's last word in what is thrown away. ``left``: bytes of the frame that has begun."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+        self._header = b""
+
+    def __call__(self, data: memoryview) -> bool:
+        """Whether the last word is in ``data``, the next bytes of the stream."""
+        while data:
+            if self._left:
+                passed = min(self._left, len(data))
+                self._left -= passed
+                data = data[passed:]
+                continue
+            more = _HEADER - len(self._header)
+            self._header += data[:more]
+            data = data[more:]
+            if len(self._header) == _HEADER:
+                if self._header == _LAST_WORD:
+                    return True
+                self._left, self._header = int.from_bytes(self._header, "big"), b""
+        return False

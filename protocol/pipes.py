@@ -130,17 +130,45 @@ class Pipe:
 
         A socket closed with unread data in it resets the stream, and the daemon then forgets what it still holds.
         """
-        scratch = memoryview(bytearray(1 << 16))
         try:
             async with asyncio.timeout(timeout):
-                while not self.closed and most > 0 and (count := self._read_now(scratch)) != 0:
-                    if count is None:
-                        await self._ready(self._loop.add_reader, self._loop.remove_reader)
-                    else:
-                        most -= count
-                        await self._pace()
+                await self._throw_away(lambda _: False, most)
         except (TimeoutError, StreamClosed):
             pass
+
+    async def part(self, last: bytes, over: Callable[[memoryview], bool], timeout: float, most: int) -> None:
+        """Write ``last`` after all that was written, and throw away what comes, until ``over``, which sees it, says
+        that this was all, or the other side ends; for at most ``timeout`` seconds and ``most`` bytes. To be called
+        after :meth:`interrupt`, when nobody else reads or writes any more."""
+        writing = self._loop.create_task(self._write_last(last))
+        try:
+            async with asyncio.timeout(timeout):
+                await self._throw_away(over, most)
+        except (TimeoutError, StreamClosed):
+            pass
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+
+    async def _throw_away(self, over: Callable[[memoryview], bool], most: int) -> None:
+        scratch = memoryview(bytearray(1 << 16))
+        while not self.closed and most > 0 and (count := self._read_now(scratch)) != 0:
+            if count is None:
+                await self._ready(self._loop.add_reader, self._loop.remove_reader)
+            elif over(scratch[:count]):
+                return
+            else:
+                most -= count
+                await self._pace()
+
+    async def _write_last(self, data: bytes) -> None:
+        while data and not self.closed:
+            try:
+                data = data[self._socket.send(data) :]
+            except (BlockingIOError, InterruptedError):
+                await self._ready(self._loop.add_writer, self._loop.remove_writer)
+            except OSError:
+                return  # the other side is gone, as reading will tell
 
     def close(self) -> None:
         """Let go of the socket at once. Idempotent."""

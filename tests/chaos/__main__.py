@@ -47,7 +47,10 @@ TOLERANCE = 0.05
 def manifest_of(args: argparse.Namespace, data: Path) -> Manifest:
     manifest = new_manifest(
         "chaos", data=data, model=MODEL, inner={"batch": 4}, budget={"rounds": 10**6},
-        round={"inner_steps": args.inner_steps, "silence": args.silence, "quorum": 2},
+        round={
+            "inner_steps": args.inner_steps, "silence": args.silence, "quorum": 2,
+            "overlap": args.overlap,
+        },
         state={"chunk": 16384, "checkpoint_every": 8},
     )  # fmt: skip
     return manifest.sign(OWNER)
@@ -205,7 +208,8 @@ def verdict(args: argparse.Namespace, field: Field, begin: float, end: float, le
         said = life.process.err.read_text(errors="replace")
         if "Traceback" in said or "defect" in said:
             wrong.append(f"{life.process.name} wrote: {said[-1500:]}")
-    spent = judge.account(field.slots[: args.nodes], {commit_id.hex() for commit_id in chain.ids}, begin, end)
+    ids = {commit_id.hex() for commit_id in chain.ids}
+    spent = judge.account(field.slots[: args.nodes], ids, begin, end, overlap=field.manifest.round.overlap > 0)
     steps = max((commit.body.outer_step for commit in chain.commits), default=0)
     leave = [seconds for _, _, seconds in field.left]
     events = [event for life in lives for event in life.process.events]
@@ -291,6 +295,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"comma-separated kinds, empty for none: {','.join(KINDS)}",
     )  # fmt: skip
     parser.add_argument("--inner-steps", type=int, default=150, help="H [150]")
+    parser.add_argument("--overlap", type=int, default=0, help="inner steps that are done with a round in flight [0]")
     parser.add_argument("--silence", type=float, default=3.0, help="T in seconds [3]")
     parser.add_argument("--core", type=int, help="keep all trainers to this one core")
     parser.add_argument("--loopback", action="store_true", help="no network namespaces: relays in user space")

@@ -289,15 +289,18 @@ class Time:
     tokens: dict[str, int] = field(default_factory=dict)
 
 
-def account(slots: list[Slot], chain: set[str], begin: float, end: float) -> Time:
-    """Divide the time of all slots between ``begin`` and ``end``, by the nodes' progress events (one a second)."""
+def account(slots: list[Slot], chain: set[str], begin: float, end: float, overlap: bool = False) -> Time:
+    """Divide the time of all slots between ``begin`` and ``end``, by the nodes' progress events (one a second).
+
+    overlap: nodes train on while a round is in flight; what they train since its seal is not in its commit yet.
+    """
     spent: defaultdict[str, float] = defaultdict(float)
     trained: set[int] = set()
     good = 0.0
     for slot in slots:
         covered = 0.0
         for life in slot.lives:
-            carried, before = 0.0, None
+            carried, sealed, before = 0.0, 0.0, None
             for event in life.process.events:
                 t = event["t"]
                 if event["event"] == "progress":
@@ -305,7 +308,7 @@ def account(slots: list[Slot], chain: set[str], begin: float, end: float) -> Tim
                         span = min(t, end) - max(before["t"], begin)
                         stopped = sum(max(min(t, b) - max(before["t"], a), 0.0) for a, b in life.stopped)
                         span = max(span - stopped, 0.0)
-                        kind = _doing(before, event)
+                        kind = _doing(before, event, overlap)
                         spent[kind] += span
                         covered += span
                         if kind == "training":
@@ -315,10 +318,14 @@ def account(slots: list[Slot], chain: set[str], begin: float, end: float) -> Tim
                 elif event["event"] == "commit" and begin < t <= end:
                     share = event["contributors"].get(life.process.peer, 0.0)
                     if share and event["id"] in chain:
-                        good += carried * share
-                        carried -= carried * share
+                        brought = sealed if overlap else carried
+                        good += brought * share
+                        carried -= brought * share
+                        sealed -= brought * share
+                elif event["event"] == "seal":
+                    sealed = carried
                 elif event["event"] == "resync":
-                    carried = 0.0
+                    carried = sealed = 0.0
             last = life.ended if life.ended is not None else end
             first = life.process.events[0]["t"] if life.process.events else last
             progress = [e["t"] for e in life.process.events if e["event"] == "progress"]
@@ -336,7 +343,7 @@ def account(slots: list[Slot], chain: set[str], begin: float, end: float) -> Tim
     )  # fmt: skip
 
 
-def _doing(before: Event, after: Event) -> str:
+def _doing(before: Event, after: Event, overlap: bool) -> str:
     """What a node did between two progress events."""
     state = before["state"]
     if state in ("starting", "joining"):
@@ -346,7 +353,7 @@ def _doing(before: Event, after: Event) -> str:
             after["steps"], after["tokens"], after["contributed"],
         )  # fmt: skip
         # Without a step in a second it was frozen by a call, or has no trainer.
-        return "training" if state == "training" and moved else "averaging"
+        return "training" if (state == "training" or overlap) and moved else "averaging"
     return "waiting"
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from atoll.protocol import hivemind_transport, probe
+from atoll.protocol import frames, hivemind_transport, probe
 from atoll.protocol.errors import (
     AddressError,
     Fault,
@@ -257,6 +257,106 @@ def test_limits_closing_and_defects(tmp_path: Path) -> None:
             gate.set()
             assert await asyncio.gather(*held) == [True] * 3, "what the last pool had begun or was given is done"
         finally:
+            await client.close()
+            await server.close()
+
+    asyncio.run(run())
+
+
+def test_closing_never_cuts_what_was_sent(tmp_path: Path) -> None:
+    """The daemon may reset a stream whose handler has returned. Without a last word one stream in some hundred lost its
+    end where processes wait for processors, so many are tried, beside others that take them."""
+    size, rounds = 1 << 20, 40
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+
+    async def run() -> None:
+        peers = [await make(tmp_path, f"peer {index}") for index in range(4)]
+
+        async def answer(stream: Stream) -> None:
+            await asyncio.gather(put(stream), take(stream))
+
+        async def put(stream: Stream) -> None:
+            for _ in range(4):
+                await stream.send(bytes(size // 4))
+
+        async def take(stream: Stream) -> None:
+            for _ in range(4):
+                assert len(await stream.receive()) == size // 4
+
+        async def call(peer: HivemindTransport, other: HivemindTransport) -> None:
+            stream = await peer.open(other.peer_id, "answer", timeout=10)
+            await asyncio.gather(put(stream), take(stream))
+            await stream.close()
+
+        try:
+            for peer in peers:
+                await peer.serve("answer", answer)
+                for other in peers:
+                    peer.learn(other.peer_id, other.addresses())
+            pairs = [(peer, other) for peer in peers for other in peers if peer is not other]
+            for peer, other in pairs:
+                await call(peer, other)
+            for _ in range(rounds):
+                await asyncio.wait_for(asyncio.gather(*(call(*pair) for pair in pairs)), 60)
+            await until(lambda: not any(peer._streams for peer in peers), 5)  # nobody lingers
+        finally:
+            await asyncio.gather(*(peer.close() for peer in peers))
+
+    try:
+        asyncio.run(run())
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def test_who_closed_reads_on_until_the_other_has_closed(tmp_path: Path) -> None:
+    """Both close at once, one in the middle of a long frame of the other's; and one that never closes does not hold the
+    other for longer than it says."""
+
+    async def run() -> None:
+        server = await make(tmp_path, "server")
+        client = await make(tmp_path, "client")
+        arrived: asyncio.Queue[bytes] = asyncio.Queue()
+        hold = asyncio.Event()
+
+        async def meet(stream: Stream) -> None:
+            await stream.send(b"first")
+            sending = asyncio.create_task(stream.send(bytes(8 << 20)))
+            arrived.put_nowait(await stream.receive())
+            arrived.put_nowait(await stream.receive())
+            with pytest.raises(StreamClosed, match="ended"):
+                await stream.receive()
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+        async def deaf(stream: Stream) -> None:
+            await stream.send(b"here")
+            await hold.wait()
+
+        try:
+            await server.serve("meet", meet)
+            await server.serve("deaf", deaf)
+            client.learn(server.peer_id, server.addresses())
+            stream = await client.open(server.peer_id, "meet", timeout=5)
+            await stream.send(b"a")
+            assert await stream.receive() == b"first"
+            await stream.send(b"b" * 100_000)
+            await stream.close()
+            assert [await asyncio.wait_for(arrived.get(), 5) for _ in "ab"] == [b"a", b"b" * 100_000]
+            await until(lambda: not server._streams and not client._streams, 5)
+
+            stream = await client.open(server.peer_id, "deaf", timeout=5)
+            await stream.send(b"a")
+            assert await stream.receive() == b"here"
+            began = asyncio.get_running_loop().time()
+            await stream.close()
+            assert asyncio.get_running_loop().time() - began < 0.5, "closing never waits"
+            await until(lambda: not client._streams, 2 * frames.LINGER)
+            hold.set()
+            await until(lambda: not server._streams, 5)
+        finally:
+            hold.set()
             await client.close()
             await server.close()
 

@@ -101,6 +101,22 @@ def test_the_time_is_divided_without_a_rest() -> None:
     assert judge.account(slots, set(), 0.0, 100.0).goodput == 0, "a commit that is not in the chain counts for nothing"
 
 
+def test_with_overlap_a_commit_brings_what_was_trained_before_its_seal() -> None:
+    def progress(t: int) -> dict[str, Any]:
+        state = "averaging" if 40 <= t < 60 else "training"
+        return {"t": float(t), "event": "progress", "state": state, "steps": t, "tokens": t, "contributed": 0}
+
+    events = [progress(t) for t in range(101)]
+    events = [*events[:41], seal(40.5, 1, "ab"), *events[41:61], commit(60.5, 1, "ab"), *events[61:]]
+    slots = [slot("n0", life(events, "a", 0.0, 100.0))]
+    spent = judge.account(slots, {"01"}, 0.0, 100.0, overlap=True)
+    assert (spent.goodput, spent.lost, spent.averaging) == pytest.approx((0.40, 0.60, 0.0), abs=0.011)
+    events += [seal(100.1, 2, "ab"), commit(100.2, 2, "ab")]
+    slots = [slot("n0", life(events, "a", 0.0, 100.3))]
+    spent = judge.account(slots, {"01", "02"}, 0.0, 100.3, overlap=True)
+    assert spent.goodput == pytest.approx(1, abs=0.011), "the rest, once"
+
+
 def test_a_replay_finds_every_change() -> None:
     swarm = Swarm(manifest(budget={"rounds": 4}))
     for name in ("p0", "p1"):
