@@ -233,6 +233,7 @@ async def half_a_chunk(wire: Wire) -> None:
         payload = wire.payload(wire.part.first + 1)
         await wire.bytes((len(payload) + 5).to_bytes(4, "big") + struct.pack(">BI", 1, wire.part.first + 1))
         await wire.bytes(bytes(payload[: len(payload) // 2]))
+        wire.stream._pipe.end_writing()  # closing it would put a last word into the frame
         await wire.stream.close()
     elif isinstance(wire.stream, SimStream):
         await asyncio.sleep(0.5)  # a reset overtakes what is under way
