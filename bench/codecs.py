@@ -8,6 +8,10 @@ freedom. ``--json FILE`` writes the rows.
 
 torch.compile may contract and reassociate, so its bytes are compared and not trusted; it runs in a process of its own
 that is ended when compiling takes too long. bitsandbytes is measured where it is installed (``atoll[bench]``).
+
+``--device cuda`` measures instead what a trainer does on a GPU (``atoll.node.codecs_torch``): encoding and decoding
+there, encoding with the copy of the payload to the host, and beside it the copy of the float32 values that this
+replaces, and the closest kernels of bitsandbytes.
 """
 
 from __future__ import annotations
@@ -147,13 +151,12 @@ def torch_jobs(values: Any, into: Any, names: list[str], *, compiled: bool) -> I
 
 
 def bitsandbytes_jobs(values: Any, into: Any) -> Iterator[Job]:
-    """The closest that bitsandbytes has: 8-bit dynamic blocks and nf4, blocks of 64, scales in float32."""
+    """The closest that bitsandbytes has: 8-bit dynamic blocks and nf4, blocks of 64, scales in float32; on the CPU."""
     import torch
     from bitsandbytes import functional
 
     layout = ChunkLayout(values.size, PIECE)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x, y = torch.from_numpy(values).to(device), torch.from_numpy(into)
+    x, y = torch.from_numpy(values), torch.from_numpy(into)
     sides: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         "bnb 8-bit": (
             lambda t: functional.quantize_blockwise(t, blocksize=64),
@@ -169,19 +172,123 @@ def bitsandbytes_jobs(values: Any, into: Any) -> Iterator[Job]:
 
         def encode(i: int, pack: Any = pack, packed: list[Any] = packed) -> None:
             packed[i] = pack(x[layout.span(i)])
-            if device == "cuda":
-                torch.cuda.synchronize()
 
         def decode(i: int, unpack: Any = unpack, packed: list[Any] = packed) -> None:
-            y[layout.span(i)] = unpack(packed[i]).view(-1).cpu()
+            y[layout.span(i)] = unpack(packed[i]).view(-1)
 
         def add(i: int, unpack: Any = unpack, packed: list[Any] = packed) -> None:
-            y[layout.span(i)] += unpack(packed[i]).view(-1).cpu() * 3.0
+            y[layout.span(i)] += unpack(packed[i]).view(-1) * 3.0
 
         for i in range(layout.count):
             encode(i)
         size = sum(q.numel() * q.element_size() + state.absmax.numel() * 4 for q, state in packed)
         yield Job(name, layout, size, encode, decode, add, own_threads=True)
+
+
+def cuda_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Encoding on the GPU, beside the copy of what is not encoded, and beside bitsandbytes. Gigabytes are of float32
+    values; everything stays on the device but what "to host" copies into page-locked memory."""
+    import torch
+
+    from atoll.node import codecs_torch
+
+    device, count = torch.device("cuda"), options.elements // PIECE
+    host = np.empty(options.elements, np.float32)
+    gaussian(host)
+    values = torch.from_numpy(host).to(device).view(count, PIECE)
+    back = torch.empty_like(values)
+    landing = torch.empty(4 * PIECE, dtype=torch.uint8, pin_memory=True)
+    packed: list[Any] = [None] * count
+
+    def speed(work: Callable[[int], object]) -> float:
+        best, passes, end = float("inf"), -1, time.perf_counter() + options.seconds
+        while passes < 2 or time.perf_counter() < end:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for i in range(count):
+                work(i)
+            torch.cuda.synchronize()
+            passes += 1
+            if passes:
+                best = min(best, time.perf_counter() - start)
+        return 4e-9 * options.elements / best
+
+    def crosses(data: Any) -> None:
+        flat = data.contiguous().view(-1).view(torch.uint8)
+        landing[: flat.numel()].copy_(flat, non_blocking=True)
+
+    def row(codec: str, by: str, encode: Any, decode: Any, parts: Callable[[Any], list[Any]], exact: str) -> Row:
+        def pack(i: int) -> None:
+            packed[i] = encode(values[i])
+
+        def send(i: int) -> None:
+            pack(i)
+            for part in parts(packed[i]):
+                crosses(part)
+
+        def unpack(i: int) -> None:
+            back[i] = decode(packed[i]).view(-1)
+
+        found: Row = {"codec": codec, "implementation": by, "elements": options.elements, "specified bytes": exact}
+        found["encode cuda"], found["to host cuda"] = speed(pack), speed(send)
+        found["decode cuda"] = speed(unpack)
+        size = sum(part.numel() * part.element_size() for piece in packed for part in parts(piece))
+        found["ratio"] = 4 * options.elements / size
+        found["error normal"] = float((back - values).double().norm() / values.double().norm())
+        return found
+
+    for name in [name for name in options.codecs if name in codecs_torch.SUPPORTED]:
+        payloads = [codecs_torch.encode_rows(name, piece.view(-1, CHUNK))[0] for piece in values]
+        chunks = ChunkLayout(options.elements, CHUNK)
+        theirs = b"".join(piece.cpu().numpy().tobytes() for piece in payloads)
+        ours = b"".join(bytes(CODECS[name].encode(host[chunks.span(i)])) for i in range(chunks.count))
+        yield row(
+            name, "torch", lambda x, name=name: codecs_torch.encode_rows(name, x.view(-1, CHUNK))[0],
+            lambda payload, name=name: codecs_torch.decode_rows(name, payload, CHUNK), lambda payload: [payload],
+            "yes" if theirs == ours else "no",
+        )  # fmt: skip
+    yield row("none", "copy", lambda x: x, lambda x: x, lambda x: [x], "-")
+    try:
+        from bitsandbytes import functional
+    except ImportError as error:
+        yield {"codec": "-", "implementation": "bitsandbytes", "note": f"{error.name} is not installed"}
+        return
+    # The levels of ``int8`` are linear; bitsandbytes takes any 256, and searches them.
+    linear = torch.linspace(-127, 127, 255, device=device) / 127
+    code = torch.cat([linear, linear[-1:]])
+    for title, block, levels in (("bnb 8-bit", 64, None), ("bnb 8-bit, linear", 64, code), ("bnb 8-bit", 4096, None)):
+        yield row(
+            f"{title}, {block}", "bitsandbytes",
+            lambda x, block=block, levels=levels: functional.quantize_blockwise(x, code=levels, blocksize=block),
+            lambda pair: functional.dequantize_blockwise(*pair), lambda pair: [pair[0], pair[1].absmax], "-",
+        )  # fmt: skip
+    yield row(
+        "bnb nf4, 64", "bitsandbytes", lambda x: functional.quantize_4bit(x, blocksize=64, quant_type="nf4"),
+        lambda pair: functional.dequantize_4bit(*pair), lambda pair: [pair[0], pair[1].absmax], "-",
+    )  # fmt: skip
+
+
+def on_cuda(options: argparse.Namespace) -> int:
+    """``--device cuda``; the exit code."""
+    import torch
+
+    if not torch.cuda.is_available():
+        print(
+            f"bench.codecs: no usable CUDA device (torch {torch.__version__}); run it on a machine with a GPU and a "
+            "CUDA build of torch, or leave out --device cuda",
+            file=sys.stderr,
+        )
+        return 2
+    name = torch.cuda.get_device_name()
+    print(f"{name}; {options.elements:,} values in pieces of {PIECE:,}; torch {torch.__version__}")
+    rows = list(cuda_rows(options))
+    columns = [("codec", "GB/s of float32", ""), ("implementation", "by", ""), ("encode cuda", "encode", ".1f")]
+    columns += [("to host cuda", "encode, to host", ".1f"), ("decode cuda", "decode", ".1f")]
+    columns += [("ratio", "smaller", ".1f"), ("error normal", "error normal", ".4f")]
+    columns += [("specified bytes", "bytes as specified", ""), ("note", "", "")]
+    print(table(rows, columns), flush=True)
+    write_rows(options.json, [row | {"machine": name} for row in rows])
+    return 0
 
 
 def jobs_of(implementation: str, values: Any, into: Any, names: list[str]) -> Iterator[Job]:
@@ -280,11 +387,14 @@ def main() -> None:
     parser.add_argument("--codecs", nargs="+", choices=list(CODECS), default=list(CODECS))
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
     parser.add_argument("--patience", type=float, default=180.0, help="seconds for torch.compile (default: 180)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--rows-of", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.elements % PIECE:
         parser.error(f"--elements must be a multiple of {PIECE}")
+    if options.device == "cuda":
+        sys.exit(on_cuda(options))
 
     start = time.perf_counter()
     backend = kernels.warm_up()

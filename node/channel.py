@@ -5,9 +5,22 @@ Progress does not travel here: it is read from the shared counters (:mod:`atoll.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+
+
+class Coding(msgspec.Struct, frozen=True):
+    """What a child needs that encodes on its device (:class:`atoll.node.device_replica.DeviceReplica`)."""
+
+    must: bool
+    """Whether on any device; else on CUDA only."""
+    codec: str
+    decay: float | None
+    """β of the error feedback; None where there is no residual."""
+    chunk: int
+    layers: list[list[int]]
+    packing: Literal["balanced", "strided"]
 
 
 class Setup(msgspec.Struct, tag="setup", frozen=True):
@@ -27,6 +40,10 @@ class Setup(msgspec.Struct, tag="setup", frozen=True):
     device: str
     threads: int | None
     micro_batch: int | None
+    coding: Coding | None = None
+    """None: contributions are encoded on the host."""
+    encoded: int = 0
+    """Bytes of the shared memory for encoded contributions."""
 
 
 class Grant(msgspec.Struct, tag="lease", frozen=True):
@@ -77,6 +94,65 @@ class Resume(msgspec.Struct, tag="resume", frozen=True):
     of: tuple[int, int, int] | None = None
 
 
+class Commit(msgspec.Struct, tag="commit", frozen=True):
+    """Parent → child that encodes: a commit; the new g lies in the shared memory. Take it over, train on, answer
+    :class:`Moved`. See :meth:`atoll.protocol.encoder.Encoder.commit`."""
+
+    number: int
+    fragment: int
+    mine: list[int]
+    others: list[int]
+    source: int | None
+    """Number of the freeze whose x was averaged."""
+    lost: bool
+    dropped: bool
+    merge: str
+    alpha: float
+    head: str
+    """The commit's id."""
+    spent: float
+    of: tuple[int, int, int] | None
+    outer_step: int
+    until: int | None
+    """As in :class:`Resume`."""
+
+
+class Hold(msgspec.Struct, tag="hold", frozen=True):
+    """Parent → child that encodes: of all that was frozen keep these, by number, until the next commit."""
+
+    numbers: list[int]
+
+
+class Place(msgspec.Struct, tag="place", frozen=True):
+    """Parent → child that encodes, before it trains: what the shared memory holds is θ and g (``params``, with e = 0),
+    or ``theta``, or ``residual`` alone. Answered by :class:`Placed`."""
+
+    number: int
+    what: Literal["params", "theta", "residual"]
+    head: str
+    """The commit that e belongs to."""
+
+
+class Encode(msgspec.Struct, tag="encode", frozen=True):
+    """Parent → child that encodes: write a fragment's payloads into the shared memory. Answered by :class:`Encoded`,
+    while it trains."""
+
+    number: int
+    freeze: int
+    """Number of the freeze."""
+    fragment: int
+
+
+class Read(msgspec.Struct, tag="read", frozen=True):
+    """Parent → child that encodes: write elements into the shared memory's window. Answered by :class:`Piece`, while it
+    trains."""
+
+    number: int
+    what: Literal["theta", "residual"]
+    start: int
+    stop: int
+
+
 class Ready(msgspec.Struct, tag="ready", frozen=True):
     """Child → parent: torch is imported, the data are loaded and checked, the device is there."""
 
@@ -86,6 +162,9 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     threads: int
     precision: str
     micro_batch: int
+    encodes: bool = False
+    note: str = ""
+    """Why it does not encode, though it was asked to."""
 
 
 class Frozen(msgspec.Struct, tag="frozen", frozen=True):
@@ -111,6 +190,34 @@ class Moved(msgspec.Struct, tag="moved", frozen=True):
     units: int
     stopped: float
     """Seconds for which training has stood still since the last snapshot, at its limit and for this."""
+    known: bool = True
+    """Of a commit: whether what was averaged was still there."""
+
+
+class Placed(msgspec.Struct, tag="placed", frozen=True):
+    """Child → parent: the answer to :class:`Place`."""
+
+    number: int
+
+
+class Encoded(msgspec.Struct, tag="encoded", frozen=True):
+    """Child → parent: the answer to :class:`Encode`."""
+
+    number: int
+    sound: bool
+    """Whether x can be sent."""
+    moved: int
+    """Bytes that crossed from the device to the host."""
+    failed: str = ""
+    """Why nothing was encoded."""
+
+
+class Piece(msgspec.Struct, tag="piece", frozen=True):
+    """Child → parent: the answer to :class:`Read`."""
+
+    number: int
+    head: str
+    """The commit that the residual belongs to."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
@@ -121,10 +228,14 @@ class Failed(msgspec.Struct, tag="failed", frozen=True):
     message: str
     memory: bool = False
     """Whether memory ran out: the next child starts with a smaller micro-batch."""
+    crowded: bool = False
+    """Whether it was the device's memory, which the next child has more of if it leaves encoding to the host."""
 
 
-ToChild = Setup | Grant | Revoke | Freeze | Move | Resume
-ToParent = Ready | Frozen | Moved | Failed
+Service = Encode | Read
+"""What the child does beside training."""
+ToChild = Setup | Grant | Revoke | Freeze | Move | Resume | Commit | Hold | Place | Service
+ToParent = Ready | Frozen | Moved | Placed | Encoded | Piece | Failed
 
 to_child = msgspec.json.Decoder(ToChild)
 to_parent = msgspec.json.Decoder(ToParent)

@@ -15,7 +15,7 @@ import typer
 from atoll.protocol.errors import UsageError
 from atoll.protocol.shutdown import run_to_end
 
-from .options import Finish, LogStyle, NodeOptions, ObserverOptions
+from .options import Encode, Finish, LogStyle, NodeOptions, ObserverOptions
 
 AddressArgument = Annotated[
     str,
@@ -127,6 +127,14 @@ def node(
     ] = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = 0,
+    encode: Annotated[
+        Encode,
+        typer.Option(
+            "--encode",
+            envvar="ATOLL_ENCODE",
+            help="Where contributions are encoded, with the same bytes; auto: on CUDA devices there, else on the host.",
+        ),
+    ] = Encode.auto,
     data: DataOption = None,
     listen: ListenOption = None,
     announce: Annotated[
@@ -184,6 +192,7 @@ def node(
         name=name,
         device=device,
         threads=threads,
+        encode=encode,
         data=data,
         listen=tuple(listen or DEFAULT_LISTEN),
         announce=tuple(announce or ()),

@@ -1,4 +1,4 @@
-"""``int8`` and ``int4`` on the device where the values are, so that only encoded bytes leave a GPU.
+"""The blockwise codecs and the plain ones on the device where the values are, so that only encoded bytes leave a GPU.
 
 The same bytes as :mod:`atoll.protocol.codecs` writes (docs/wire/codecs.md), from torch operations that round as IEEE
 754 demands on CPU and CUDA alike: one division, comparisons, integers. Two traps are avoided. Dividing a CUDA tensor by
@@ -27,7 +27,9 @@ from atoll.protocol.layout import ChunkLayout
 
 PIECE = 1 << 24
 """Values that are encoded at a time: temporaries take about 10 bytes each."""
-SUPPORTED = ("int8", "int4")
+SUPPORTED = ("int8", "int4", "float16", "float32")
+HALF_MAX = 65504.0
+"""Largest finite half; ``float16`` saturates there."""
 
 _LEVELS = [float(level) for level in INT4_LEVELS]
 _ZERO = int(INT4_ZERO)
@@ -36,7 +38,7 @@ _ZERO = int(INT4_ZERO)
 def encode(name: str, values: Tensor) -> Tensor:
     """The payload of one chunk, uint8 on the device of ``values`` (float32 vector, at least one element).
 
-    name: ``"int8"`` or ``"int4"``. Raises :class:`NonFinite` when a value is NaN, infinite or above
+    name: one of ``SUPPORTED``. Raises :class:`NonFinite` when a value is NaN, infinite or above
     ``MAX_MAGNITUDE``; finding that out waits for the device.
     """
     _check(name, values)
@@ -74,30 +76,74 @@ def decode(name: str, payload: Tensor, n: int) -> Tensor:
     _supported(name)
     if payload.dtype != torch.uint8 or payload.ndim != 1 or n < 1:
         raise ValueError(f"expected a vector of bytes and n >= 1, found {payload.dtype}, n = {n}")
-    blocks = -(-n // BLOCK)
-    size = 2 * blocks + (n if name == "int8" else -(-n // 2))
+    size = payload_size(name, n)
     if payload.numel() != size:
         raise PeerMisbehaved(f"a chunk of {n} values in {name} takes {size} bytes, received {payload.numel()}")
     _subnormals(payload)
+    if bool(_invalid(name, payload, n)):
+        raise PeerMisbehaved(f"a chunk in {name} holds what no encoder writes")
+    return _decoded(name, payload[None], n)[0]
+
+
+def encode_rows(name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Chunks of one size, float32 [count, n] and contiguous, as payloads uint8 [count, ``payload_size``], and whether
+    the codec takes all of them (a bool tensor). Nothing here waits for the device."""
+    _supported(name)
+    payload, worst = _encoded(name, rows)
+    return payload, worst <= int(LIMIT_BITS)
+
+
+def decode_rows(name: str, payload: Tensor, n: int) -> Tensor:
+    """What :func:`encode_rows` made, decoded again: float32 [count, n]. For own payloads: nothing is checked."""
+    _supported(name)
+    _subnormals(payload)
+    return _decoded(name, payload, n)
+
+
+def payload_size(name: str, n: int) -> int:
+    """Bytes of a payload of ``n`` values."""
+    blocks = -(-n // BLOCK)
+    return {"int8": 2 * blocks + n, "int4": 2 * blocks + -(-n // 2), "float16": 2 * n, "float32": 4 * n}[name]
+
+
+def _invalid(name: str, payload: Tensor, n: int) -> Tensor:
+    """Whether a payload of the right length holds what no encoder writes (a bool tensor)."""
+    if name == "float16":
+        return ((payload[1::2] & 0x7C) == 0x7C).any()
+    if name == "float32":
+        return (payload.clone().view(torch.int32) & 0x7FFFFFFF).amax() > int(LIMIT_BITS)
+    blocks = -(-n // BLOCK)
     pairs = payload[: 2 * blocks].view(blocks, 2).to(torch.int32)
-    bits = pairs[:, 0] | (pairs[:, 1] << 8)
-    bad = bits.amax() >= SCALE_LIMIT
+    bad = (pairs[:, 0] | (pairs[:, 1] << 8)).amax() >= SCALE_LIMIT
     data = payload[2 * blocks :]
     if name == "int8":
         bad |= (data == 128).any()
-        levels = data.view(torch.int8).to(torch.float32)
+    elif n % 2:
+        bad |= (data[-1] >> 4) != _ZERO
+    return bad
+
+
+def _decoded(name: str, payload: Tensor, n: int) -> Tensor:
+    """Payloads uint8 [count, size] of ``n`` values each, as float32 [count, n]."""
+    # A view as a wider type needs an aligned beginning, which a row or a part of a buffer may lack.
+    if name == "float16":
+        return payload.clone(memory_format=torch.contiguous_format).view(torch.float16).to(torch.float32)
+    if name == "float32":
+        return payload.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    count, blocks = len(payload), -(-n // BLOCK)
+    pairs = payload[:, : 2 * blocks].reshape(count, blocks, 2).to(torch.int32)
+    scales = ((pairs[:, :, 0] | (pairs[:, :, 1] << 8)) << 16).view(torch.float32)
+    data = payload[:, 2 * blocks :]
+    if name == "int8":
+        levels = data.contiguous().view(torch.int8).to(torch.float32)
     else:
-        if n % 2:
-            bad |= (data[-1] >> 4) != _ZERO
         whole = n // BLOCK
-        rows = data[: whole * BLOCK // 2].view(whole, BLOCK // 2)
-        rest = data[whole * BLOCK // 2 :]
-        codes = torch.cat([torch.cat([rows & 15, rows >> 4], dim=1).flatten(), rest & 15, rest >> 4])[:n]
+        rows = data[:, : whole * BLOCK // 2].reshape(count, whole, BLOCK // 2)
+        rest = data[:, whole * BLOCK // 2 :]
+        blocked = torch.cat([rows & 15, rows >> 4], dim=2).view(count, -1)
+        codes = torch.cat([blocked, rest & 15, rest >> 4], dim=1)[:, :n]
         levels = torch.tensor(_LEVELS, dtype=torch.float32, device=payload.device)[codes.to(torch.int64)]
-    if bool(bad):
-        raise PeerMisbehaved(f"a chunk in {name} holds what no encoder writes")
-    scales = (bits << 16).view(torch.float32)
-    return levels * scales.repeat_interleave(BLOCK)[:n]
+    return levels * scales.repeat_interleave(BLOCK, dim=1)[:, :n]
 
 
 def _rows(name: str, rows: Tensor, first: int) -> Iterator[tuple[int, memoryview]]:
@@ -112,6 +158,11 @@ def _encoded(name: str, chunks: Tensor) -> tuple[Tensor, Tensor]:
     """Chunks [count, n] as payloads uint8 [count, size], and the bits of the largest magnitude (on the device)."""
     _subnormals(chunks)
     count, n = chunks.shape
+    if name in ("float16", "float32"):
+        worst = (chunks.view(torch.int32) & 0x7FFFFFFF).amax()
+        # What is refused by ``worst`` may become anything.
+        values = chunks.clamp(-HALF_MAX, HALF_MAX).to(torch.float16) if name == "float16" else chunks.clone()
+        return values.view(torch.uint8), worst
     blocks = -(-n // BLOCK)
     rows = torch.nn.functional.pad(chunks, (0, blocks * BLOCK - n)) if n % BLOCK else chunks
     rows = rows.reshape(count, blocks, BLOCK)

@@ -74,16 +74,20 @@ async def _logged(session: Session, work: Coroutine[Any, Any, None]) -> int:
 
 
 async def _train(session: Session, options: NodeOptions, name: str) -> None:
+    from .encoder import coding_of
     from .trainer import TrainerProcess
 
     manifest = session.manifest
     session.event("state", state="starting")
+    coding, why = coding_of(manifest, options.encode, options.device)
+    if why:
+        session.event("warning", message=f"contributions are encoded on the host: {why}")
     prepared = asyncio.create_task(aside(prepare))
     try:
         island = await TrainerProcess.start(
             session.model, session.data, session.inner, manifest.round.inner_steps, manifest.budget.rounds,
             device=options.device, threads=options.threads or None, overlap=manifest.round.overlap > 0,
-            fragments=manifest.round.fragments, log=lambda event, fields: session.event(event, **fields),
+            fragments=manifest.round.fragments, coding=coding, log=lambda event, fields: session.event(event, **fields),
         )  # fmt: skip
     except BaseException:
         prepared.cancel()

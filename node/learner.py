@@ -27,8 +27,8 @@ MOVED_AT_ONCE = 1 << 24
 class Learner:
     """Inner steps on the parameters in ``host``, float32 [count_parameters(model)], memory that others see too.
 
-    On the CPU ``host`` is the model: every step changes it. On CUDA the model lives on the device;
-    :meth:`store` and :meth:`load` copy.
+    On the CPU ``host`` is the model, unless it is to be ``apart``: every step changes it. On CUDA the model lives on
+    the device; :meth:`store` and :meth:`load` copy.
 
     device: ``auto`` (CUDA when there is one, else CPU), ``cpu``, ``cuda`` or ``cuda:N``; :class:`ResourceError` when
     it is absent. Steps run in bfloat16 autocast on CUDA and in float32 on a CPU. micro_batch: sequences that go through
@@ -48,13 +48,15 @@ class Learner:
         device: str = "auto",
         micro_batch: int | None = None,
         fragments: int = 1,
+        apart: bool = False,
     ) -> None:
         self.device = choose_device(device)
         self.inner, self.inner_steps, self.rounds, self.fragments = inner, inner_steps, rounds, fragments
         self.text = text
         self.units = Units(len(text), model.context, model.seed)
         self.host = torch.from_numpy(host)
-        self.flat = self.host if self.device.type == "cpu" else torch.empty_like(self.host, device=self.device)
+        shared = self.device.type == "cpu" and not apart
+        self.flat = self.host if shared else torch.empty_like(self.host, device=self.device)
         self.model = Transformer(model, self.flat)
         self.optimizer = InnerOptimizer(self.model, inner)
         self.micro_batch = min(micro_batch or inner.batch, inner.batch)

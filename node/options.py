@@ -28,6 +28,17 @@ class Finish(StrEnum):
     """Go on serving the run's state to others."""
 
 
+class Encode(StrEnum):
+    """Where contributions are encoded. The bytes are the same."""
+
+    auto = "auto"
+    """On the device, where that is CUDA and the run's codec and rules allow for it."""
+    host = "host"
+    """On the host: parameters leave the device as float32."""
+    device = "device"
+    """On the trainer's device, whatever it is."""
+
+
 @dataclass(frozen=True)
 class NodeOptions:
     """A node's options; the defaults are those of the command line."""
@@ -42,6 +53,7 @@ class NodeOptions:
     """auto | cpu | cuda | cuda:N"""
     threads: int = 0
     """CPU threads of the trainer; 0: chosen by the node."""
+    encode: Encode = Encode.auto
     data: Path | None = None
     """Where the run's text lies on this machine, for runs that train on a folder or file of text."""
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)

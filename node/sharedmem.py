@@ -1,5 +1,7 @@
 """Memory that the supervisor and its trainer child both see: a page of counters, then the parameters, then (for runs
-that overlap rounds and training) those that a round averages.
+that overlap rounds and training) those that a round averages, then (for a child that encodes on its device) encoded
+contributions, and a window for what is fetched piece by piece. Of the last two kinds a child needs one; where it is
+not known yet which, they take memory once they are reserved.
 
 It is anonymous (``memfd_create``; elsewhere an unlinked, fully allocated file) and passed by descriptor, so it needs
 no room in /dev/shm, has no name to clean up, and is gone with the last process that holds it.
@@ -70,14 +72,20 @@ SLOT = 1024
 """Bytes of one set of counters, and of what stands before the first."""
 
 
-class SharedMemory:
-    """``parameters`` float32 elements (``array``) behind one page of counters, and as many more (``frozen``) when
-    they are asked for, else None."""
+WINDOW = 1 << 20
+"""Elements of the window."""
 
-    def __init__(self, fd: int, parameters: int, *, frozen: bool = False) -> None:
+
+class SharedMemory:
+    """``parameters`` float32 elements (``array``) behind one page of counters, as many more (``frozen``) when they are
+    asked for, else None, and so many bytes of encoded contributions (``encoded``), with a window of float32 elements
+    (``window``), both empty where there are none."""
+
+    def __init__(self, fd: int, parameters: int, *, frozen: bool = False, encoded: int = 0) -> None:
         """Map an existing descriptor, which stays the caller's to close (the mapping lives on without it)."""
         self.fd = fd
-        self._map = mmap.mmap(fd, _size(parameters, frozen))
+        self._parameters, self._frozen, self._encoded = parameters, frozen, encoded
+        self._map = mmap.mmap(fd, _size(parameters, frozen, encoded))
         self._writes = np.frombuffer(self._map, np.int64, 1)
         # every counter as float64: exact for integers below 2**53
         self._slots = [np.frombuffer(self._map, np.float64, _FIELDS, SLOT * (1 + slot)) for slot in range(2)]
@@ -85,11 +93,18 @@ class SharedMemory:
         self.frozen: NDArray[np.float32] | None = None
         if frozen:
             self.frozen = np.frombuffer(self._map, np.float32, parameters, PAGE + _whole_pages(4 * parameters))
+        end, window = _size(parameters, frozen, 0), min(WINDOW, parameters) if encoded else 0
+        self.window: NDArray[np.float32] = np.zeros(0, np.float32)
+        self.encoded: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        if encoded:
+            self.window = np.frombuffer(self._map, np.float32, window, _whole_pages(end))
+            self.encoded = np.frombuffer(self._map, np.uint8, encoded, _whole_pages(end) + _whole_pages(4 * window))
 
     @classmethod
-    def create(cls, parameters: int, *, frozen: bool = False) -> SharedMemory:
-        """New memory, zeroed and really allocated. Raises :class:`ResourceError` when there is not enough."""
-        size = _size(parameters, frozen)
+    def create(cls, parameters: int, *, frozen: bool = False, encoded: int = 0) -> SharedMemory:
+        """New memory, zeroed and really allocated, but that with ``encoded`` only counters and parameters are: see
+        :meth:`reserve`. Raises :class:`ResourceError` when there is not enough."""
+        size = _size(parameters, frozen, encoded)
         # asking the kernel for more than there is would wake its killer, not return an error
         if size > (free := _available()):
             raise ResourceError(
@@ -104,8 +119,8 @@ class SharedMemory:
         try:
             os.ftruncate(fd, size)
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(fd, 0, size)
-            memory = cls(fd, parameters, frozen=frozen)
+                os.posix_fallocate(fd, 0, _size(parameters, False, 0) if encoded else size)
+            memory = cls(fd, parameters, frozen=frozen, encoded=encoded)
         except (OSError, ValueError) as error:
             os.close(fd)
             raise ResourceError(
@@ -113,6 +128,21 @@ class SharedMemory:
             ) from None
         memory.write(Counters())
         return memory
+
+    def reserve(self, *, encodes: bool) -> None:
+        """Allocate what a child needs that encodes, or one that does not. Raises :class:`ResourceError`."""
+        end = _size(self._parameters, self._frozen, 0)
+        start = _whole_pages(end) if encodes else PAGE + 4 * self._parameters
+        stop = _size(self._parameters, self._frozen, self._encoded) if encodes else end
+        if not self._encoded or start >= stop or not hasattr(os, "posix_fallocate"):
+            return
+        try:
+            os.posix_fallocate(self.fd, start, stop - start)
+        except OSError as error:
+            raise ResourceError(
+                f"no memory for rounds of {self._parameters} parameters ({(stop - start) / 2**20:.0f} MiB shared with "
+                f"the trainer): {error}"
+            ) from None
 
     def write(self, counters: Counters) -> None:
         """Publish all counters at once. One writer at a time."""
@@ -140,8 +170,11 @@ def _whole_pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-def _size(parameters: int, frozen: bool) -> int:
-    return PAGE + (_whole_pages(4 * parameters) if frozen else 0) + 4 * parameters
+def _size(parameters: int, frozen: bool, encoded: int) -> int:
+    size = PAGE + (_whole_pages(4 * parameters) if frozen else 0) + 4 * parameters
+    if encoded:
+        size = _whole_pages(size) + _whole_pages(4 * min(WINDOW, parameters)) + encoded
+    return size
 
 
 def _available() -> int:

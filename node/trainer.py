@@ -25,12 +25,34 @@ from atoll.protocol.island import Island, Progress, Run, Snapshot
 from atoll.protocol.messages import Span
 from atoll.protocol.overlap import move
 
-from .channel import Failed, Freeze, Frozen, Grant, Move, Moved, Ready, Resume, Revoke, Setup, ToChild, line, to_parent
+from .channel import (
+    Coding,
+    Commit,
+    Encoded,
+    Failed,
+    Freeze,
+    Frozen,
+    Grant,
+    Move,
+    Moved,
+    Piece,
+    Place,
+    Placed,
+    Ready,
+    Resume,
+    Revoke,
+    Setup,
+    ToChild,
+    line,
+    to_parent,
+)
 from .config import DataConfig, InnerConfig, ModelConfig
+from .encoder import TrainerEncoder, encoded_bytes
 from .sharedmem import Counters, SharedMemory
 from .specs import ONE_THREAD_BELOW, count_parameters
 
 Log = Callable[[str, dict[str, Any]], None]
+Answer = Frozen | Moved | Placed
 
 START_TIMEOUT = 120.0
 """Seconds from the start of a child until it is ready: imports, data, device."""
@@ -54,8 +76,9 @@ class TrainerProcess(Island):
 
     When the child dies, ``local`` holds the last state that is known (on a CPU the parameters as its last step left
     them, half an update included if it was killed in the middle of one; on CUDA those of the last freeze or resume) and
-    the counters tell of that state; sample units that the child had taken are never handed out again. If nobody asked
-    for a freeze in between, the next child just trains on. If :meth:`freeze` raised :class:`ResourceError`, the
+    the counters tell of that state; sample units that the child had taken are never handed out again. Where it encodes
+    on its device (``encoder``) ``local`` holds the global parameters, and the counters are 0 then. If nobody asked for
+    a freeze in between, the next child just trains on. If :meth:`freeze` raised :class:`ResourceError`, the
     island stays frozen until :meth:`resume`: the caller may write ``local`` first (``reload=True``), or freeze again
     to take what is there.
     """
@@ -73,6 +96,7 @@ class TrainerProcess(Island):
         micro_batch: int | None = None,
         overlap: bool = False,
         fragments: int = 1,
+        coding: Coding | None = None,
         log: Log | None = None,
     ) -> None:
         """Allocates the shared memory; :meth:`start` makes the child as well."""
@@ -82,7 +106,9 @@ class TrainerProcess(Island):
         """Threads that the child computes with on a CPU, once it is ready."""
         self.restarts = 0
         self._log: Log = log if log is not None else lambda event, fields: None
-        self._memory = SharedMemory.create(count_parameters(model), frozen=overlap)
+        self.encoder: TrainerEncoder | None = None
+        encoded = encoded_bytes(count_parameters(model), fragments, coding) if coding is not None else 0
+        self._memory = SharedMemory.create(count_parameters(model), frozen=overlap, encoded=encoded)
         self.local = self._memory.array
         self.frozen = self._memory.frozen
         self._setup = Setup(
@@ -98,6 +124,8 @@ class TrainerProcess(Island):
             device=device,
             threads=threads,
             micro_batch=micro_batch,
+            coding=coding,
+            encoded=encoded,
         )
         self._batch = inner.batch
         self._spans: list[tuple[int, int]] = []
@@ -111,6 +139,8 @@ class TrainerProcess(Island):
         """Freezes, snapshots, moves and resumes so far; each has its number."""
         self._asked = 0
         """Number of the last one that is to be answered."""
+        self._froze = (0, 0)
+        """Number of the last freeze or snapshot, and the life in which it was made."""
         self._outer_step = 0
         self._until: int | None = None
         """Number of steps at which the child pauses while a round is in flight."""
@@ -127,11 +157,13 @@ class TrainerProcess(Island):
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._answer: asyncio.Future[Frozen | Moved] | None = None
+        self._answer: asyncio.Future[Answer] | None = None
         self._failure: AtollError | None = None
         """Why there is no child now; ``None`` while there is one."""
         self._ended_here: AtollError | None = None
         """Why this side has killed the present child; ``None`` while it has not."""
+        self._crowded = False
+        """Whether the device has no room for encoding on it."""
         self._closing = False
         self._end: asyncio.Future[AtollError] = asyncio.get_running_loop().create_future()
         """Why no child will be started any more."""
@@ -150,13 +182,15 @@ class TrainerProcess(Island):
         micro_batch: int | None = None,
         overlap: bool = False,
         fragments: int = 1,
+        coding: Coding | None = None,
         log: Log | None = None,
     ) -> TrainerProcess:
         """Start a child and wait until it is ready (2 to 10 s: it imports torch).
 
         inner_steps: H; rounds: of each fragment in the whole run (schedules). threads: of torch on a CPU, chosen by the
-        model's size when ``None``. overlap: whether there will be snapshots (four more bytes a parameter). log: called
-        with an event's name and fields (``warning``, ``trainer``).
+        model's size when ``None``. overlap: whether there will be snapshots (four more bytes a parameter). coding: how
+        to encode on the device; None: on the host. log: called with an event's name and fields (``warning``,
+        ``trainer``).
 
         Raises :class:`DataError` when the data are missing or differ from the pin, :class:`ResourceError` when the
         device is absent or there is no memory.
@@ -172,6 +206,7 @@ class TrainerProcess(Island):
             micro_batch=micro_batch,
             overlap=overlap,
             fragments=fragments,
+            coding=coding,
             log=log,
         )
         self._supervision = asyncio.create_task(self._supervise(), name="trainer")
@@ -257,21 +292,24 @@ class TrainerProcess(Island):
         self._until = None
         answer = await self._ask(Freeze(self._number()))
         assert isinstance(answer, Frozen)
+        self._froze = (answer.number, self.life)
         self._base = self._counters()
         return self._snapshot(answer, 0.0)
 
     async def snapshot(self, ahead: int, parts: Sequence[slice]) -> Snapshot:
         if self.frozen is None:
             raise ValueError("this trainer was started without room for snapshots")
+        apart = self.encoder is not None
         self._training = False
         self._until = None
         # What lies in a device's memory is copied whole, for ``local`` to be what the counters tell of.
-        only = [(part.start, part.stop) for part in parts] if self._shares else None
+        only = [(part.start, part.stop) for part in parts] if self._shares or apart else None
         answer = await self._ask(Freeze(self._number(), ahead, only))
         assert isinstance(answer, Frozen)
+        self._froze = (answer.number, self.life)
         self._training = True
         self._until = answer.steps + ahead
-        if not self._shares:
+        if not self._shares and not apart:
             counters = self._counters()
             counters.steps, counters.tokens, counters.units = answer.steps, answer.tokens, answer.units
             self._base = counters
@@ -342,13 +380,13 @@ class TrainerProcess(Island):
     @property
     def _shares(self) -> bool:
         """Whether the child trains in the very memory that ``local`` is, so that this side must leave it alone."""
-        return self.device.startswith("cpu")
+        return self.device.startswith("cpu") and self.encoder is None
 
     def _number(self) -> int:
         self._orders += 1
         return self._orders
 
-    async def _ask(self, order: Freeze | Move) -> Frozen | Moved:
+    async def _ask(self, order: Freeze | Move | Commit | Place) -> Answer:
         """Send, and wait for the answer. Raises :class:`ResourceError` when there is no child, it dies, or it does not
         answer in time: then it is ended."""
         if self._failure is not None:
@@ -366,11 +404,15 @@ class TrainerProcess(Island):
                 f"the trainer did not answer a freeze within {limit:.0f} s (a step takes {step:.2f} s); "
                 "it was ended and is being started again"
             )
-            self._failure = self._ended_here = error
-            self._kill()
+            self._end_child(error)
             raise error from None
         finally:
             self._answer = None
+
+    def _end_child(self, why: ResourceError) -> None:
+        """End a child that is of no use any more; the next one is started."""
+        self._failure = self._ended_here = why
+        self._kill()
 
     def _spend(self, number: int, share: float, of: Snapshot | None) -> _Spending:
         """Lower the counters, by an order that the child is about to be sent. Between two children there is none, and
@@ -469,7 +511,7 @@ class TrainerProcess(Island):
                 self._failure = failure
             if self._closing:
                 return
-            if not self._ready.done() and not memory:
+            if not self._ready.done() and not memory and not self._crowded:
                 self._give_up(failure)  # what it has found when it began, it would find again
                 return
             in_a_row = 1 if time.monotonic() - began > HEALTHY else in_a_row + 1
@@ -479,7 +521,9 @@ class TrainerProcess(Island):
                 again = f"was started {in_a_row} times in a row and failed again" if in_a_row > 1 else "failed"
                 self._give_up(kind(f"the trainer {again}: {failure}"))
                 return
-            if memory:
+            if self._crowded:
+                self._encode_on_host(str(failure))
+            elif memory:
                 current = self._memory.read().micro_batch or self._setup.micro_batch or self._batch
                 self._change(micro_batch=max(current // 2, 1))
             self._after_death()
@@ -522,9 +566,17 @@ class TrainerProcess(Island):
                     message = to_parent.decode(text)
                     if isinstance(message, Ready):
                         deadline.reschedule(None)
+                        try:
+                            await asyncio.to_thread(self._memory.reserve, encodes=message.encodes)
+                        except ResourceError as error:
+                            reported = Failed("ResourceError", str(error), crowded=message.encodes)
+                            break
                         async with self._writing:
                             self._begin(message, writer)
-                    elif isinstance(message, Frozen | Moved):
+                    elif isinstance(message, Encoded | Piece):
+                        if self.encoder is not None:
+                            self.encoder.answered(message)
+                    elif isinstance(message, Frozen | Moved | Placed):
                         waiting = self._answer if message.number == self._asked else None
                         if waiting is not None and not waiting.done():
                             waiting.set_result(message)
@@ -541,12 +593,15 @@ class TrainerProcess(Island):
             # the end of the channel comes before the exit code; cancellation must not leave a zombie
             await asyncio.shield(asyncio.gather(process.wait(), last_words))
             self._process = None
+        self._crowded |= reported is not None and reported.crowded
         failure = _reason(reported, process.returncode, last_words.result())
         if self._ended_here is not None:
             failure = self._ended_here
         self._failure = failure
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(_gone(failure))
+        if self.encoder is not None:
+            self.encoder.died(_gone(failure))
         # the kernel's killer, that is, when it was not this side
         killed = process.returncode == -signal.SIGKILL and self._ended_here is None
         return failure, reported.memory if reported is not None else killed
@@ -554,6 +609,12 @@ class TrainerProcess(Island):
     def _begin(self, ready: Ready, writer: asyncio.StreamWriter) -> None:
         """The child is ready: tell it the state, and let it train if it should."""
         self.device, self.threads = ready.device, ready.threads
+        if ready.encodes and self.encoder is None:
+            self.encoder = TrainerEncoder(self)
+        elif not ready.encodes:
+            self.encoder = None
+            if self._setup.coding is not None:
+                self._encode_on_host(ready.note)
         # it writes nothing before its first order
         self._settle()
         counters = self._memory.read()
@@ -571,6 +632,7 @@ class TrainerProcess(Island):
                 "threads": ready.threads,
                 "precision": ready.precision,
                 "micro_batch": ready.micro_batch,
+                "encode": "device" if ready.encodes else "host",
             },
         )
         if self._spans:
@@ -580,11 +642,23 @@ class TrainerProcess(Island):
         if not self._ready.done():
             self._ready.set_result(None)
 
+    def _encode_on_host(self, why: str) -> None:
+        """From the next child on, nothing is encoded on the device. why: empty when nobody had asked for it."""
+        self._crowded = False
+        if self._setup.coding is not None and why:
+            self._log("warning", {"message": f"contributions are encoded on the host, not on the device: {why}"})
+        self._change(coding=None)
+
     def _after_death(self) -> None:
         """Make spans and counters tell of what ``local`` holds now. There is no child at this moment."""
         counters = self._memory.read()
         self._begin_generation(self._undrawn())
-        if not self.device.startswith("cpu"):
+        if self.encoder is not None:
+            # and with it all that the device had learnt since the last commit
+            counters.steps = counters.tokens = counters.units = 0
+            self._spending = []
+            self.life += 1
+        elif not self._shares:
             # what the device had learnt since the last freeze or resume died with it
             counters.steps, counters.tokens, counters.units = self._base.steps, self._base.tokens, self._base.units
             counters.spent = self._base.spent

@@ -1,7 +1,8 @@
 """The trainer child: ``python -m atoll.node.worker FD``, started by :mod:`atoll.node.trainer` and by nobody else.
 
 It owns the device. One thread reads the control channel, so that the end of the parent ends the child at once even
-in the middle of a long step; the main thread trains and looks at the messages between steps.
+in the middle of a long step; the main thread trains and looks at the messages between steps. Where contributions are
+encoded here, a third thread does that, and reads what goes to the disk, beside training.
 """
 
 from __future__ import annotations
@@ -18,18 +19,28 @@ from collections import deque
 
 import msgspec
 
-from atoll.protocol.errors import AtollError
+from atoll.protocol.errors import AtollError, ResourceError
+from atoll.protocol.overlap import Merge, Overlap
 
 from .channel import (
+    Commit,
+    Encode,
+    Encoded,
     Failed,
     Freeze,
     Frozen,
     Grant,
+    Hold,
     Move,
     Moved,
+    Piece,
+    Place,
+    Placed,
+    Read,
     Ready,
     Resume,
     Revoke,
+    Service,
     Setup,
     ToChild,
     ToParent,
@@ -49,19 +60,27 @@ def main() -> None:
     die_with_parent()
     control = socket.socket(fileno=int(sys.argv[1]))
     inbox: queue.SimpleQueue[ToChild] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(control, inbox), daemon=True).start()
+    services: queue.SimpleQueue[Service] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(control, inbox, services), daemon=True).start()
+    worker: Worker | None = None
     try:
         setup = inbox.get()
         assert isinstance(setup, Setup)
-        Worker(setup, control, inbox).run()
+        worker = Worker(setup, control, inbox)
+        if worker.replica is not None:
+            threading.Thread(target=worker.serve, args=(services,), daemon=True).start()
+        worker.run()
     except AtollError as error:
-        _send(control, Failed(type(error).__name__, str(error)))
+        # of what a trainer runs out of while it trains, this is all that it can do without
+        crowded = isinstance(error, ResourceError) and worker is not None and worker.replica is not None
+        _send(control, Failed(type(error).__name__, str(error), crowded=crowded))
     except MemoryError:
         _send(control, Failed("ResourceError", "the machine's memory ran out while training", True))
     except RuntimeError as error:
         # torch has no type of its own for an allocation that failed on the CPU or inside a CUDA library
         memory = any(word in str(error) for word in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
-        _send(control, Failed("ResourceError" if memory else "RuntimeError", str(error), memory))
+        crowded = memory and worker is not None and worker.replica is not None
+        _send(control, Failed("ResourceError" if memory else "RuntimeError", str(error), memory, crowded))
         if not memory:
             raise
     # skip the interpreter's teardown: the listening thread is inside a system call
@@ -76,9 +95,12 @@ class Worker:
         self.control, self.inbox = control, inbox
         import torch
 
+        from atoll.protocol.fragments import make_layout
+
         from . import data
         from .config import DataConfig, InnerConfig, ModelConfig
-        from .learner import Learner, default_threads
+        from .device_replica import DeviceReplica, side_stream
+        from .learner import Learner, choose_device, default_threads
         from .optim import rate
         from .sharedmem import SharedMemory
 
@@ -87,19 +109,43 @@ class Worker:
         torch.set_num_threads(threads)
         model = ModelConfig.from_table(setup.model)
         corpus = data.load(DataConfig.from_table(setup.data), model.context)
-        self.memory = SharedMemory(setup.fd, setup.parameters, frozen=setup.frozen)
+        self.memory = SharedMemory(setup.fd, setup.parameters, frozen=setup.frozen, encoded=setup.encoded)
         self.frozen = torch.from_numpy(self.memory.frozen) if self.memory.frozen is not None else None
-        self.learner = Learner(
-            model,
-            InnerConfig.from_table(setup.inner),
-            setup.inner_steps,
-            setup.rounds,
-            corpus.train,
-            self.memory.array,
-            device=setup.device,
-            micro_batch=setup.micro_batch,
-            fragments=setup.fragments,
-        )
+        self.replica: DeviceReplica | None = None
+        """Where contributions are encoded here: what that takes."""
+        self.loaded = False
+        """Whether θ has been taken from the shared memory."""
+        place = choose_device(setup.device)
+
+        def learner(apart: bool) -> Learner:
+            return Learner(
+                model,
+                InnerConfig.from_table(setup.inner),
+                setup.inner_steps,
+                setup.rounds,
+                corpus.train,
+                self.memory.array,
+                device=str(place),
+                micro_batch=setup.micro_batch,
+                fragments=setup.fragments,
+                apart=apart,
+            )
+
+        coding, note = setup.coding, ""
+        if coding is not None and (coding.must or place.type == "cuda"):
+            layout = make_layout(setup.parameters, coding.chunk, coding.layers, setup.fragments, coding.packing)
+            memory: list[torch.Tensor] = []
+            try:
+                memory += DeviceReplica.allocate(setup.parameters, place, coding.decay)
+                self.learner = learner(True)
+                self.replica = DeviceReplica(self.learner.flat, layout, coding.codec, coding.decay, memory)
+            except RuntimeError as error:  # of which running out of memory is a kind
+                note = f"{place} has no room to encode on it: {str(error).splitlines()[0]}"
+            memory.clear()
+            if self.replica is None and place.type == "cuda":
+                torch.cuda.empty_cache()
+        if self.replica is None:
+            self.learner = learner(False)
         self.batch = self.learner.inner.batch
         self.spans: deque[tuple[int, int]] = deque()
         self.leased = 0
@@ -116,7 +162,9 @@ class Worker:
             be_nice()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         precision = "bfloat16" if self.learner.dtype is torch.bfloat16 else "float32"
-        _send(control, Ready(str(device), name, threads, precision, self.learner.micro_batch))
+        self.beside = side_stream(device)
+        encodes = self.replica is not None
+        _send(control, Ready(str(device), name, threads, precision, self.learner.micro_batch, encodes, note))
 
     def run(self) -> None:
         """Train whenever allowed and leased; never returns while the parent lives."""
@@ -151,15 +199,31 @@ class Worker:
             self.freeze(message)
         elif isinstance(message, Move):
             self.move(message)
+        elif isinstance(message, Commit):
+            self.commit(message)
+        elif isinstance(message, Hold):
+            assert self.replica is not None
+            self.replica.hold(message.numbers)
+        elif isinstance(message, Place):
+            self.place(message)
         elif isinstance(message, Resume):
             self.outer_step = message.outer_step
-            if message.reload:
-                self.learner.load()
+            self.load(message.reload)
+            if self.replica is not None:
+                self.replica.go_on()
             counters = self.memory.read()
             counters.spend(message.number, message.spent, message.of)
             self.memory.write(counters)
             self.training = True
             self.go_on(message.until)
+
+    def load(self, again: bool = False) -> None:
+        """Take θ from the shared memory, if that has not been done in this life, or has to be done again."""
+        if again or not self.loaded:
+            self.learner.load()
+            if self.replica is not None:
+                self.replica.reset()
+            self.loaded = True
 
     def go_on(self, until: int | None) -> None:
         if self.still is not None:
@@ -169,9 +233,17 @@ class Worker:
 
     def freeze(self, message: Freeze) -> None:
         counters, began = self.memory.read(), time.monotonic()
+        self.load()
         if message.ahead is None:
             self.training = False
-            self.learner.store()
+            if self.replica is not None:
+                self.replica.freeze(message.number)
+            else:
+                self.learner.store()
+        elif self.replica is not None:
+            self.replica.snapshot(message.number, message.parts or [(0, self.learner.flat.numel())])
+            self.go_on(counters.steps + message.ahead)
+            self.stopped = 0.0
         else:
             assert self.frozen is not None
             for start, stop in message.parts or [(0, len(self.frozen))]:
@@ -188,6 +260,7 @@ class Worker:
 
     def move(self, message: Move) -> None:
         assert self.frozen is not None
+        self.load()
         self.still = self.still or time.monotonic()
         counters = self.memory.read()
         counters.moved = message.number
@@ -200,6 +273,58 @@ class Worker:
         self.outer_step = message.outer_step
         self.go_on(None)
         _send(self.control, msgspec.structs.replace(moved, stopped=self.stopped))
+
+    def commit(self, message: Commit) -> None:
+        import torch
+
+        assert self.replica is not None
+        self.still = self.still or time.monotonic()
+        self.load()
+        known = self.replica.commit(
+            message.fragment, message.mine, message.others, torch.from_numpy(self.memory.array), source=message.source,
+            rule=Overlap(Merge(message.merge), alpha=message.alpha), lost=message.lost, dropped=message.dropped,
+            head=message.head,
+        )  # fmt: skip
+        counters = self.memory.read()
+        moved = Moved(message.number, counters.steps, counters.tokens, counters.units, 0.0, known)
+        counters.spend(message.number, message.spent if known else 1.0, message.of if known else None)
+        self.memory.write(counters)
+        self.outer_step, self.training = message.outer_step, True
+        self.go_on(message.until)
+        _send(self.control, msgspec.structs.replace(moved, stopped=self.stopped))
+
+    def place(self, message: Place) -> None:
+        import torch
+
+        assert self.replica is not None
+        if message.what == "params":
+            self.load(True)
+            self.replica.head = message.head
+        else:
+            self.replica.place(message.what, torch.from_numpy(self.memory.array))
+        _send(self.control, Placed(message.number))
+
+    def serve(self, services: queue.SimpleQueue[Service]) -> None:
+        """Encode, and read what goes to the disk, beside training; never returns."""
+        import torch
+
+        assert self.replica is not None
+        encoded, window = torch.from_numpy(self.memory.encoded), torch.from_numpy(self.memory.window)
+        while True:
+            message = services.get()
+            try:
+                with self.beside():
+                    if isinstance(message, Encode):
+                        sound, moved = self.replica.encode(message.freeze, message.fragment, encoded)
+                        _send(self.control, Encoded(message.number, sound, moved))
+                    else:
+                        out = window[: message.stop - message.start]
+                        _send(self.control, Piece(message.number, self.replica.read(message.what, message.start, out)))
+            except Exception as error:
+                # The device's memory, mostly. The parent goes on without; a thread that ended would let it wait.
+                why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                failed = Encoded(message.number, False, 0, why) if isinstance(message, Encode) else None
+                _send(self.control, failed or Piece(message.number, ""))
 
     def draw(self) -> list[int]:
         """The next batch of leased sample units."""
@@ -241,19 +366,30 @@ def _smooth(average: float, value: float) -> float:
     return average + SMOOTHING * (value - average)
 
 
-def _listen(control: socket.socket, inbox: queue.SimpleQueue[ToChild]) -> None:
+def _listen(
+    control: socket.socket, inbox: queue.SimpleQueue[ToChild], services: queue.SimpleQueue[Service]
+) -> None:  # fmt: skip
     try:
         with control.makefile("rb") as lines:
             for text in lines:
-                inbox.put(to_child.decode(text))
+                message = to_child.decode(text)
+                if isinstance(message, Encode | Read):
+                    services.put(message)
+                else:
+                    inbox.put(message)
     finally:
         # the parent is gone (or spoke nonsense): nothing here is worth keeping
         os._exit(0)
 
 
+_sending = threading.Lock()
+"""Two threads answer; each line goes out whole."""
+
+
 def _send(control: socket.socket, message: ToParent) -> None:
     try:
-        control.sendall(line(message))
+        with _sending:
+            control.sendall(line(message))
     except OSError:
         os._exit(0)
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .messages import Span
+
+if TYPE_CHECKING:
+    from .encoder import Encoder
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,14 @@ class Island(ABC):
     frozen: NDArray[np.float32] | None = None
     """Memory as ``local``'s for what a round averages while training goes on. The island writes it in
     :meth:`snapshot`, the peer from there to the next; None where every round pauses training."""
+
+    encoder: Encoder | None = None
+    """What encodes on the island's own device; None where the peer does it from ``local`` and ``frozen``. May become
+    None, with a new life, when the device has no room for it. While there is one, ``local`` is only what the island
+    begins a new life from, and ``frozen`` is not used."""
+
+    life: int = 0
+    """Grows each time an island that encodes has died, and with it all that it had not handed over."""
 
     @abstractmethod
     def progress(self) -> Progress: ...

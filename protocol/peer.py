@@ -54,6 +54,7 @@ from .control import (
 )
 from .deadline import ASSUMED, encoded_size, transfer_seconds
 from .directory import Directory
+from .encoder import Encoded, Encoder, Outcome, averaged, share_of
 from .errors import (
     DiskFull,
     Fault,
@@ -116,7 +117,7 @@ class _Limbo:
     """A void roster of this base that may still turn out committed: then what was frozen for it has been averaged."""
 
     round: Round
-    theta: Floats | None
+    theta: Floats | Encoded | None
     snapshot: Snapshot
 
 
@@ -290,6 +291,12 @@ class Peer:
         self._rule = Overlap(Merge(rules.merge), lr=outer.lr, mu=momentum, alpha=rules.mix)
         self._accounts = Accounts(self.layout, rules.inner_steps)
         """What is not handed over yet, by fragment."""
+        self._encoded: Encoded | None = None
+        """What an island that encodes has frozen for the round; None when nothing is brought."""
+        self._life = island.life if island is not None else 0
+        """The island's life that the accounts are of."""
+        self._lossy = island is not None and not self.codec.lossless and manifest.codec.error_feedback > 0
+        """Whether there is a residual, here or at the island."""
         self._rests_until = float("-inf")
         """A call that came to nothing is not repeated at once: neither the others nor the log must drown in calls."""
         self._recoveries = 0
@@ -349,11 +356,9 @@ class Peer:
         if self._checkpointing is not None:
             await asyncio.gather(self._checkpointing, return_exceptions=True)
         await self.messenger.close()
-        if self.replica is not None and self.replica.residual is not None and self._failure is None:
+        if self.replica is not None and self._lossy and self._failure is None:
             try:
-                await self.transport.offload(
-                    self.store.save_residual, self.replica.position.head.id, self.replica.residual
-                )
+                await self._save_residual()
             except (ResourceError, StateError) as error:
                 self._events("warning", message=f"the residual was not saved: {error}")
 
@@ -466,7 +471,7 @@ class Peer:
         if state is None:
             state = await self.transport.offload(self._fresh)
         residual = None
-        if self.island is not None and not self.codec.lossless and self.manifest.codec.error_feedback > 0:
+        if self._lossy and self._encoder is None:
             residual = np.zeros(self.layout.parameters, np.float32)
         self.replica = Replica(self.manifest, self.layout, self.codec, state, position, residual=residual)
         await self._replay(loaded.replay if loaded is not None else [])
@@ -511,33 +516,62 @@ class Peer:
 
     async def _begin_training(self) -> None:
         assert self.island is not None
-        self.island.local[:] = self.replica.params
-        self._carried = await self._restore()
+        theta = await self._restore()
+        self._carried = theta is not None
+        encoding = self._encoder is not None and await self._begin_encoding(self._encoder, theta)
+        if not encoding:
+            self.island.local[:] = self.replica.params if theta is None or self._encoder is not None else theta
         self._frozen = False
         if self._carried:
             ahead = self._may_step()
-            await self.island.resume(reload=True, spent=0.0, outer_step=self.head.outer_step, ahead=ahead)
+            await self.island.resume(reload=not encoding, spent=0.0, outer_step=self.head.outer_step, ahead=ahead)
         else:
             self._accounts.clear(self.fragment)
-            await self.island.resume(reload=True, spent=1.0, outer_step=self.head.outer_step)
+            await self.island.resume(reload=not encoding, spent=1.0, outer_step=self.head.outer_step)
+
+    async def _begin_encoding(self, encoder: Encoder, theta: Floats | None) -> bool:
+        """Give an island that encodes what it keeps itself. False when it died of it: then it begins from g."""
+        residual = None
+        if self._lossy and self.head != GENESIS:
+            residual = await self.transport.offload(self.store.load_residual, self.head.id)
+        try:
+            await encoder.begin(self.replica.params, commit_id=self.head.id, residual=residual, theta=theta)
+        except ResourceError as error:
+            self._events("warning", message=f"the island did not take over what was saved: {error}")
+            return False
+        return True
+
+    @property
+    def _encoder(self) -> Encoder | None:
+        return self.island.encoder if self.island is not None else None
+
+    def _note_life(self) -> None:
+        """An island that encodes may have died, and begun anew from the global parameters by itself: then nothing of
+        what it had done is left. Its next life may leave the encoding to this side, which then needs a residual."""
+        if self.island is None or self.island.life == self._life:
+            return
+        self._life = self.island.life
+        self._accounts.clear(self.fragment)
+        if self._lossy and self._encoder is None and self.replica.residual is None:
+            self.replica.residual = np.zeros(self.layout.parameters, np.float32)
 
     # --- uncommitted progress -------------------------------------------------------------------------------------
 
-    async def _restore(self) -> bool:
-        """Take up the inner steps that an earlier life of this process had made from this head and saved."""
+    async def _restore(self) -> Floats | None:
+        """Take up the inner steps that an earlier life of this process had made from this head and saved: θ, if it
+        was."""
         assert self.island is not None
         kept = await self.transport.offload(self.store.load_progress, self.head.id) if self._keep_every else None
         if kept is None:
-            return False
+            return None
         theta, told = kept
         try:
             self.island.restore(told)
         except ValueError as error:
             self._events("warning", message=f"the inner steps that were saved cannot be taken up: {error}")
-            return False
-        self.island.local[:] = theta
+            return None
         self._events("restored", round=self.head.round, outer_step=self.head.outer_step)
-        return True
+        return theta
 
     async def _keep_progress(self) -> None:
         """Save what the island has trained since the last commit: training pauses for a copy, not for the disk."""
@@ -548,11 +582,14 @@ class Peer:
             return
         try:
             snapshot = await self._freeze()
+            encoder, theta = self._encoder, None
+            if snapshot.steps:
+                theta = await (encoder.theta() if encoder is not None else self.transport.offload(island.local.copy))
         except ResourceError as error:
             await self._no_island(error)
             return
-        if snapshot.steps:
-            told, theta = island.keep(), await self.transport.offload(island.local.copy)
+        if theta is not None:
+            told = island.keep()
             self._keeping = self._spawn(self._save_progress(self.head.id, theta, told))
         await self._thaw()
 
@@ -709,6 +746,7 @@ class Peer:
 
     def _own_report(self) -> Report:
         assert self.island is not None
+        self._note_life()
         counted = self.island.progress()
         progress = self._accounts.progress(counted, self.fragment)
         ready, eta = self.manifest.schedule.own(
@@ -1170,13 +1208,15 @@ class Peer:
         """
         assert self.island is not None
         rules, weight = self.manifest.round, 0
+        self._encoded = None
         if call.leases:
             progress = self.island.progress()
             snapshot = Snapshot(progress.steps, progress.tokens, progress.units, progress.leased)
         else:
             snapshot = await self._set_out()
+            self._note_life()
             weight = self._stated(snapshot)[0]
-        if weight and not await self.transport.offload(self.replica.sendable, self._theta(), self.fragment):
+        if weight and not await self._sendable():
             reason = "the local parameters are not finite, or huge; they are dropped, with their tokens"
             self._events("warning", message=reason)
             await self._reload_island()
@@ -1211,6 +1251,14 @@ class Peer:
         self._accounts.grow_old(body.fragment, False)
         return tokens
 
+    async def _sendable(self) -> bool:
+        """Whether all of what this peer brings can be sent; an island that encodes has done so then."""
+        encoder = self._encoder
+        if encoder is None:
+            return await self.transport.offload(self.replica.sendable, self._local(), self.fragment)
+        self._encoded = await encoder.encode(self.fragment)
+        return self._encoded is not None
+
     async def _no_island(self, error: ResourceError) -> None:
         """The island is gone or hangs: let others lead while it comes back."""
         self._events("warning", message=f"the island did not freeze: {error}")
@@ -1244,8 +1292,11 @@ class Peer:
         self._frozen, self._ahead_of_round = False, True
         return snapshot
 
-    def _theta(self) -> Floats:
-        """What the round averages: θ at the freeze."""
+    def _theta(self) -> Floats | Encoded | None:
+        """What the round averages: θ at the freeze, or what the island has encoded of it."""
+        return self._local() if self._encoder is None else self._encoded
+
+    def _local(self) -> Floats:
         assert self.island is not None
         if self._ahead_of_round:
             assert self.island.frozen is not None
@@ -1267,6 +1318,7 @@ class Peer:
         for limbo in self._limbo:
             limbo.theta = None  # its Δ is no longer in the local parameters, and cannot leave them
         self._frozen = self._ahead_of_round = False
+        self._encoded = None
         self._accounts.clear(self.fragment)
         await self.island.resume(reload=True, spent=1.0, outer_step=self.head.outer_step)
 
@@ -1462,6 +1514,7 @@ class Peer:
             members=[m.peer for m in seal.members], coordinator=seal.coordinator, deadline=seal.deadline,
             bound=seal.deadline + 3 * self._silence,
             **({"stopped": snapshot.stopped} if self._ahead_of_round else {}),
+            **({"device_bytes": self._encoded.moved} if self._encoded is not None else {}),
         )  # fmt: skip
         around = Surroundings(
             self.transport, self.messenger, self.signer, self.manifest, self.layout, self.replica, self._events,
@@ -1487,9 +1540,9 @@ class Peer:
             coordinator = PeerId(seal.coordinator)
             self._voids[coordinator] = self._voids.get(coordinator, 0) + 1
             # A copy, for the others may commit it yet, and then exactly this Δ has been taken over.
-            theta = None
-            if current.theta is not None:
-                theta = await self.transport.offload(_copied, current.theta, self.layout.fragment(seal.fragment))
+            theta = current.theta
+            if theta is not None and not isinstance(theta, Encoded):
+                theta = await self.transport.offload(_copied, theta, self.layout.fragment(seal.fragment))
             committed = {hash_of(commit.body.seal) for _, commit in self._commits}
             # A roster for leases brought nothing: it must not push out one that did.
             kept = [limbo for limbo in self._limbo if limbo.theta is not None or limbo.round.ballots()]
@@ -1499,12 +1552,15 @@ class Peer:
                 if theta is not None and older.round.roster_id not in committed:
                     older.theta = None
             self._unfit |= current.failed_reducers
+            if self._encoder is not None:
+                self._encoder.hold([limbo.theta for limbo in self._limbo if isinstance(limbo.theta, Encoded)])
             await self._thaw()
             for ballot in current.ballots():
                 self._merge(ballot)
         else:
+            brought = current.theta if isinstance(current.theta, Encoded) else self._theta()
             await self._apply(
-                hash_of(commit.body), commit, current.averaged(commit), me=current.me, frozen=self._theta(),
+                hash_of(commit.body), commit, current.averaged(commit), me=current.me, frozen=brought,
                 snapshot=snapshot, seconds=self.transport.now() - started,
             )  # fmt: skip
         finally:
@@ -1556,8 +1612,8 @@ class Peer:
         return None
 
     async def _apply(
-        self, commit_id: bytes, commit: Commit, chunks: list[bytes], *, me: int | None, frozen: Floats | None,
-        snapshot: Snapshot | None, seconds: float, lost: bool = False,
+        self, commit_id: bytes, commit: Commit, chunks: list[bytes], *, me: int | None,
+        frozen: Floats | Encoded | None, snapshot: Snapshot | None, seconds: float, lost: bool = False,
     ) -> None:  # fmt: skip
         """Log a commit, apply it whole, and go on training. Where there is no overlap the island is frozen until
         then, else it trains on but for the moment in which its parameters move."""
@@ -1584,11 +1640,14 @@ class Peer:
         except DiskFull as error:
             self._events("warning", message=f"the commit was not logged: {error}")
         last = body.outer_step >= self.manifest.budget.rounds * self.layout.fragments
+        self._note_life()
+        encoder = self._encoder
         moving = island is not None and bool(chunks) and not self._frozen
         dropped = self._grow_old(
             body, 1.0 if lost else contributed(body.seal, body.chunks, self.layout)[me] if me is not None else 0.0
         )  # fmt: skip
-        if moving and island is not None and (island.frozen is None or lost or last or dropped):
+        here = encoder is None and island is not None and (island.frozen is None or lost or bool(dropped))
+        if moving and (here or last):
             # Its θ is about to be written; nothing may be training on it.
             moving = False
             try:
@@ -1597,9 +1656,10 @@ class Peer:
                 self._events("warning", message=f"the island did not freeze: {error}")
         rule = self._rule if self._ahead_of_round else CARRY
         applied = await self.transport.offload(
-            self.replica.apply, body, commit_id, chunks, me=me, frozen=frozen, rule=rule,
-            local=island.local if island is not None and not (lost or dropped) and not moving else None,
-            shift=island.frozen if island is not None and moving else None,
+            self.replica.apply, body, commit_id, chunks, me=me, rule=rule,
+            frozen=frozen if not isinstance(frozen, Encoded) else None,
+            local=island.local if island is not None and encoder is None and not (lost or dropped or moving) else None,
+            shift=island.frozen if island is not None and encoder is None and moving else None,
         )  # fmt: skip
         self._reluctant.pop(PeerId(body.seal.coordinator), None)
         self._sealless.pop(PeerId(body.seal.coordinator), None)
@@ -1610,7 +1670,16 @@ class Peer:
             if member.peer != self.transport.peer_id:
                 self.directory.heard(PeerId(member.peer))
         more: dict[str, Any] = {}
-        if island is not None:
+        if island is not None and me is not None:
+            self._carried = False
+            self.contributed += averaged_of(body.seal, body.chunks, self.layout)[me]
+            island.lease([lease.span for lease in body.leases if lease.member == me])
+        if island is not None and encoder is not None:
+            brought = frozen if isinstance(frozen, Encoded) else None
+            more = await self._tell_encoder(
+                encoder, commit_id, body, me, brought, snapshot, lost=lost, dropped=dropped, rule=rule
+            )  # fmt: skip
+        elif island is not None:
             # What was done since the freeze stays, and counts next time; by one rule it is lost to this fragment.
             overwrite, part = rule.merge is Merge.OVERWRITE, self.layout.fragment(body.fragment)
             of = None if frozen is island.local or (overwrite and self.layout.fragments == 1) else snapshot
@@ -1624,10 +1693,6 @@ class Peer:
             if dropped:
                 self._ahead_of_round = False
                 more["stale_tokens"] = round(dropped * part.parameters / self.layout.parameters)
-            if me is not None:
-                self._carried = False
-                self.contributed += averaged_of(body.seal, body.chunks, self.layout)[me]
-                island.lease([lease.span for lease in body.leases if lease.member == me])
             if moving:
                 moved = await self._move_island(applied.runs, spent=spent, of=of)
                 if moved is not None:
@@ -1653,6 +1718,59 @@ class Peer:
         self._new_head()
         if chunks and (self.head.outer_step % self.manifest.state.checkpoint_every == 0 or self.finished):
             self._checkpointing = asyncio.get_running_loop().create_task(self._checkpoint())
+
+    async def _tell_encoder(
+        self, encoder: Encoder, commit_id: bytes, body: Body, me: int | None, brought: Encoded | None,
+        snapshot: Snapshot | None, *, lost: bool, dropped: int, rule: Overlap,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Let an island that encodes take over a commit that has been applied here; what to log of it. dropped: tokens
+        that are too old now."""
+        island, part = self.island, self.layout.fragment(body.fragment)
+        assert island is not None
+        if not body.chunks or self.finished:  # leases alone; after the last round there is nothing to train for
+            if not body.chunks:
+                await self._thaw()
+            return {}
+        if brought is not None and brought.life != island.life:
+            brought = None  # it counts in the commit, and is no longer in the local parameters
+        mine, others = averaged(body, me if brought is not None else None)
+        overwrite, moving = rule.merge is Merge.OVERWRITE, not self._frozen
+        paused = self._frozen and brought is not None and brought is self._encoded
+        spent, of = share_of(mine, part), snapshot
+        if lost or dropped or paused or (overwrite and self.layout.fragments == 1):
+            of = None
+        if lost or dropped:
+            spent = 1.0
+        ahead = None
+        if not moving:  # its counters stand still
+            counted = island.progress()
+            now = Snapshot(counted.steps, counted.tokens, counted.units, counted.leased)
+            self._accounts.commit(body.fragment, spent, now, of, overwrite=overwrite)
+            ahead = self._may_step(left(now.tokens, spent, of.tokens if of is not None else None))
+        outcome = Outcome(body.fragment, commit_id, mine, others, brought, lost, bool(dropped), rule)
+        try:
+            moved, known = await encoder.commit(
+                outcome, self.replica.params, spent=spent, of=of, outer_step=body.outer_step, ahead=ahead
+            )
+        except ResourceError as error:
+            self._events("warning", message=f"{error}; the inner steps since the last commit are lost")
+            await self._reload_island()
+            return {"stopped": 0.0} if moving else {}
+        self._frozen = self._ahead_of_round = False
+        if not known:
+            self._events("warning", message="progress since a void round that was committed after all is dropped")
+            spent, of = 1.0, None
+        if moving:
+            self._accounts.commit(body.fragment, spent, moved, of, overwrite=overwrite)
+        elif not known:
+            self._accounts.clear(self.fragment)
+        more: dict[str, Any] = {"stopped": moved.stopped} if moving else {}
+        if dropped:
+            more["stale_tokens"] = round(dropped * part.parameters / self.layout.parameters)
+        if overwrite and moving and snapshot is not None:
+            share = share_of(mine, part) * (part.parameters / self.layout.parameters)
+            more["lost_tokens"] = round(max(moved.tokens - snapshot.tokens, 0) * share)
+        return more
 
     async def _spurn(self, commit_id: bytes, body: Body, reason: str) -> None:
         """A commit with a majority's signatures that is false all the same: never apply it, and go on training."""
@@ -1681,12 +1799,17 @@ class Peer:
             keep = self.donor.in_use()
             await self.transport.offload(self.store.save_checkpoint, self.replica.position, self.replica.state, keep)
             # It is valid with this head only: a crash before the next commit finds it, a later one begins without.
-            if self.replica.residual is not None:
-                await self.transport.offload(
-                    self.store.save_residual, self.replica.position.head.id, self.replica.residual
-                )
+            await self._save_residual()
         except (ResourceError, StateError) as error:
             self._events("warning", message=f"no checkpoint was written: {error}")
+
+    async def _save_residual(self) -> None:
+        """Write the residual of the head to the disk, from here or from an island that keeps it, if it has one."""
+        commit_id, residual, encoder = self.replica.position.head.id, self.replica.residual, self._encoder
+        if encoder is not None:
+            residual = await encoder.residual(commit_id)
+        if residual is not None:
+            await self.transport.offload(self.store.save_residual, commit_id, residual)
 
     async def _follow(self, commit_id: bytes, commit: Commit) -> None:
         """Apply a commit on this head that this peer had no live part in: another roster's, or a void one's."""

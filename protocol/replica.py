@@ -18,6 +18,7 @@ from .averaged import Averaged, check_all
 from .codecs import MAX_MAGNITUDE, Codec, averages_codec
 from .commits import START, Position, members_in, position_of
 from .digest import BytesLike
+from .encoder import Encoded
 from .island import Run
 from .kernels import frozen, subnormals_on, table
 from .layout import ChunkLayout
@@ -104,20 +105,24 @@ class Replica:
         scratch = self._scratch(self.layout.fragment(fragment).size(index))
         return self.codec.encode(self.contribution(index, theta, scratch, fragment=fragment))
 
-    def sender(self, theta: Floats, fragment: int = 0) -> Callable[[int], BytesLike]:
-        """What encodes a contribution chunk by chunk, as it is sent: by :meth:`encode`, and after the norms of its
-        tensors where they are merged by norms and directions."""
+    def sender(self, theta: Floats | Encoded, fragment: int = 0) -> Callable[[int], BytesLike]:
+        """What gives a contribution chunk by chunk, as it is sent: by :meth:`encode`, or as the island has encoded it,
+        and after the norms of its tensors where they are merged by norms and directions."""
         part = self.manifest.merging.of(fragment).part
+
+        def payload(index: int) -> BytesLike:
+            return theta.payload(index) if isinstance(theta, Encoded) else self.encode(index, theta, fragment)
+
         if part is None:
-            return lambda index: self.encode(index, theta, fragment)
+            return payload
 
         def decoded(index: int) -> Floats:
             sent = np.empty(self.layout.fragment(fragment).size(index), np.float32)
-            self.codec.decode(self.encode(index, theta, fragment), len(sent), sent)
+            self.codec.decode(payload(index), len(sent), sent)
             return sent
 
         norms = Norms(part, decoded, self.layout.chunk)
-        return lambda index: norms.of(index) + self.encode(index, theta, fragment)
+        return lambda index: norms.of(index) + payload(index)
 
     def _scratch(self, size: int) -> Floats:
         """Memory of this thread for one chunk: fresh pages for each would cost as much time as the encoding."""

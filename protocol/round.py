@@ -17,6 +17,7 @@ from .commits import check_body, check_child, check_vote, majority, make_body
 from .control import Ballot, Committed, Control, Ping, Reassign, Voided
 from .deadline import slowest_link, transfer_seconds
 from .digest import BytesLike
+from .encoder import Encoded
 from .errors import Fault, PeerMisbehaved, PeerSlow, RoundVoid, TransportError
 from .identity import Signer
 from .layout import ChunkLayout
@@ -76,12 +77,14 @@ class Proposal:
 class Round:
     """A sealed roster on its way to a commit. ``run`` ends with the commit, or raises :class:`RoundVoid`.
 
-    theta: this peer's frozen local parameters (float32, all of them); None when its weight is 0.
+    theta: this peer's frozen local parameters (float32, all of them), or what the island has encoded of them; None when
+    its weight is 0.
     """
 
     def __init__(
-        self, around: Surroundings, seal: Seal, signature: bytes, roster_id: bytes, theta: NDArray[np.float32] | None
-    ) -> None:
+        self, around: Surroundings, seal: Seal, signature: bytes, roster_id: bytes,
+        theta: NDArray[np.float32] | Encoded | None,
+    ) -> None:  # fmt: skip
         self.around = around
         self.seal = seal
         self.signature = signature

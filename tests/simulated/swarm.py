@@ -185,17 +185,23 @@ class Swarm:
             seed=self.seed, latency=self.latency, jitter=self.jitter, upload=self.bandwidth, download=self.bandwidth
         )
 
+    def island_for(self, name: str) -> SimulatedIsland:
+        """What a peer trains with."""
+        return SimulatedIsland(
+            self.layout.parameters, step_time=self.steps.get(name, 0.1), overlap=self.manifest.round.overlap > 0
+        )
+
+    def residual_of(self, life: Life) -> np.ndarray | None:
+        """A peer's residual, wherever it is kept."""
+        return life.peer.replica.residual
+
     def signer(self, transport: Transport) -> Signer:
         """Cheap signatures: on this network nobody forges."""
         name = self.name_of(transport.peer_id)
         return WatchedSigner(transport, lambda commit: self._signs(name, commit))
 
     def _life(self, name: str, transport: Transport, trains: bool) -> Life:
-        island = None
-        if trains:
-            island = SimulatedIsland(
-                self.layout.parameters, step_time=self.steps.get(name, 0.1), overlap=self.manifest.round.overlap > 0
-            )
+        island = self.island_for(name) if trains else None
         store = Store(
             self.disks[name],
             self.manifest.run_id,
@@ -297,8 +303,9 @@ class Swarm:
             life.entered[fields["roster"]] = life.island.brought_count
             units = life.island.units(life.handed[fields["fragment"]], life.island.brought_count)
         x = replica.params - theta
-        if replica.residual is not None:
-            x = x + replica.residual
+        residual = self.residual_of(life)
+        if residual is not None:
+            x = x + residual
         self.contributions[(name, fields["roster"])] = Contribution(x, units)
 
     def _hand_over(self, name: str, fields: dict[str, Any]) -> None:
