@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,8 +19,9 @@ import pytest
 import torch
 
 from atoll.node import encoder as encoding
+from atoll.node import trainer as trainer_module
 from atoll.node import worker as worker_module
-from atoll.node.channel import Ready, to_parent
+from atoll.node.channel import Failed, Ready, line, to_parent
 from atoll.node.config import DataConfig, InnerConfig, ModelConfig
 from atoll.node.device_replica import DeviceReplica
 from atoll.node.encoder import TrainerEncoder, coding_of, layout_of
@@ -367,6 +369,75 @@ def test_a_device_without_room_is_told_at_the_start(monkeypatch: pytest.MonkeyPa
     ready, shares = child()
     assert (ready.encodes, ready.note, shares) == (False, "", True)
     island._memory.close()
+
+
+def test_a_child_that_runs_out_of_memory_while_it_trains_leaves_encoding_to_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first child says what one on a full device would say; the next one is a real one."""
+    says = [
+        Ready("cpu", "CPU", 1, "float32", 4, True),
+        Failed("ResourceError", "one sequence does not fit into the memory of cuda:0", crowded=True),
+    ]
+    first = tmp_path / "python"
+    first.write_text(
+        f"#!{sys.executable}\nimport os, socket, sys\n"
+        f"if not os.path.exists({str(tmp_path / 'was')!r}):\n"
+        f"    open({str(tmp_path / 'was')!r}, 'w').close()\n"
+        "    control = socket.socket(fileno=int(sys.argv[-1]))\n"
+        "    control.makefile('rb').readline()\n"
+        f"    control.sendall({b''.join(map(line, says))!r})\n"
+        "    sys.exit(1)\n"
+        f"os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
+    )
+    first.chmod(0o700)
+    monkeypatch.setattr(trainer_module, "sys", SimpleNamespace(executable=str(first)))
+
+    async def whole() -> None:
+        coding, _ = coding_of(signed(overlap=5), "device", "cpu")
+        events = Events()
+        island = await TrainerProcess.start(
+            CONFIG, DataConfig(), InnerConfig.from_table({"batch": 4}), 20, 10, device="cpu", threads=1, overlap=True,
+            coding=coding, log=events,
+        )  # fmt: skip
+        try:
+            await until(lambda: len(events.named("trainer")) == 2)
+            assert [event["encode"] for event in events.named("trainer")] == ["device", "host"]
+            assert [event["micro_batch"] for event in events.named("trainer")] == [4, 4]
+            assert island.encoder is None
+            assert island.life == 1
+            said = [fields["message"] for fields in events.named("warning")]
+            assert any("on the host, not on the device: one sequence does not fit" in message for message in said)
+        finally:
+            await island.close()
+
+    asyncio.run(whole())
+
+
+def test_auto_is_the_host_on_a_cpu() -> None:
+    async def whole() -> None:
+        coding, _ = coding_of(signed(overlap=5), "auto", "auto")
+        assert coding is not None
+        events = Events()
+        island = await TrainerProcess.start(
+            CONFIG, DataConfig(), InnerConfig.from_table({"batch": 4}), 20, 10, device="cpu", threads=1, overlap=True,
+            coding=coding, log=events,
+        )  # fmt: skip
+        try:
+            assert events.named("trainer")[0]["encode"] == "host"
+            assert not events.named("warning")
+            assert island.encoder is None
+            island.local[:] = theta0(0, tensor_specs(CONFIG))
+            island.lease([Span(0, 1000)])
+            await island.resume(reload=True, spent=1, outer_step=0)
+            await until(lambda: island.progress().steps > 3)
+            await island.snapshot(3, [slice(0, COUNT)])
+            assert island.frozen is not None
+            assert island.frozen.any()
+        finally:
+            await island.close()
+
+    asyncio.run(whole())
 
 
 # ---------------------------------------------------------------------- a swarm
