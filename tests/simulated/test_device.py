@@ -24,6 +24,7 @@ from atoll.protocol.transport import Transport
 from .faults import Chaos
 from .island import SimulatedIsland
 from .swarm import Life, Swarm, manifest
+from .test_overlap import PLAIN, trained
 from .test_swarm import run
 
 Floats = NDArray[np.float32]
@@ -236,6 +237,21 @@ def test_a_swarm_is_the_same_to_the_last_bit_wherever_its_peers_encode(codec: st
             encoded = sum(get_codec(codec).encoded_size(part.size(i)) for i in range(part.count))
             assert encoded <= fields["device_bytes"] <= 1.05 * encoded
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("overlap", [0, 5])
+def test_one_trainer_with_a_plain_outer_step_equals_local_training(overlap: int) -> None:
+    """Beside a peer that brings nothing, so that rounds take time."""
+    rules = manifest(round={"quorum": 1, "overlap": overlap}, budget={"rounds": 8}, **PLAIN)
+    swarm = Mixed(rules, latency=0.2, steps={"p1": 3000.0})
+    for name in ("p0", "p1"):
+        swarm.add(name)
+    run(swarm)
+    assert [f for _, name, f in swarm.named("seal") if name == "p0" and "device_bytes" in f]
+    assert device_of(swarm, "p0").count > 8 * 10 * 4
+    off = swarm.life("p0").peer.replica.params - trained(device_of(swarm, "p0"))
+    # The sum of some hundred float32 steps, each rounded to 6e-8 of a parameter of size 1 to 2.
+    assert np.abs(off).max() < 1e-5
 
 
 @pytest.mark.parametrize("overlap", [0, 5])
