@@ -6,6 +6,9 @@ bitsandbytes use as many threads of their own, on pieces of 2^20 values, which s
 what is lost over the norm of the values, for normally distributed values and for Student's t with three degrees of
 freedom. ``--json FILE`` writes the rows.
 
+``lowrank`` is rank 8 of matrices of 256 by 256, with directions that are known already; finding them is a row of its
+own. Its error says little: random values have no directions, and what is not sent stays with the sender.
+
 torch.compile may contract and reassociate, so its bytes are compared and not trusted; it runs in a process of its own
 that is ended when compiling takes too long. bitsandbytes is measured where it is installed (``atoll[bench]``).
 
@@ -33,7 +36,9 @@ import numpy as np
 
 from atoll.protocol import kernels
 from atoll.protocol.codecs import CODECS
+from atoll.protocol.fragments import make_layout
 from atoll.protocol.layout import ChunkLayout
+from atoll.protocol.lowrank import Factors, LowRankLayout, directions, segments
 from atoll.protocol.outer import outer_step
 from atoll.protocol.state import GlobalState
 from atoll.protocol.theta0 import TensorSpec, fill
@@ -42,6 +47,7 @@ from ._common import Row, table, write_rows
 
 CHUNK = 65536
 PIECE = 1 << 20
+RANK = 8
 IMPLEMENTATIONS = ("numba", "numpy", "torch eager", "torch.compile", "bitsandbytes")
 OPERATIONS = ("encode", "decode", "accumulate")
 
@@ -98,6 +104,9 @@ def gaussian(values: np.ndarray[Any, Any]) -> None:
 def protocol_jobs(values: Any, into: Any, names: list[str]) -> Iterator[Job]:
     layout = ChunkLayout(values.size, CHUNK)
     for name in names:
+        if name == "lowrank":
+            yield low_rank_job(values, into)
+            continue
         codec = CODECS[name]
         sizes = [codec.encoded_size(layout.size(i)) for i in range(layout.count)]
         buffers = [bytearray(size) for size in sizes]
@@ -108,6 +117,36 @@ def protocol_jobs(values: Any, into: Any, names: list[str]) -> Iterator[Job]:
             lambda i, c=codec, b=buffers: c.accumulate(b[i], 3.0, into[layout.span(i)]),  # type: ignore[misc]
             exact=True,
         )  # fmt: skip
+
+
+def matrices(size: int) -> LowRankLayout:
+    """So many elements as matrices of 256 by 256, a chunk each."""
+    count = size // CHUNK
+    layout = make_layout(size, CHUNK, [[CHUNK] * count], 1, "balanced", [256] * count, RANK)
+    assert isinstance(layout, LowRankLayout)
+    return layout
+
+
+def low_rank_job(values: Any, into: Any) -> Job:
+    layout, codec = matrices(values.size), CODECS["lowrank"]
+    wire, factors, momentum = layout.wire(0), Factors(layout), values[::-1].copy()
+    payloads: list[Any] = [None] * layout.count
+    sums = np.zeros(wire.chunk, np.float32)
+
+    def encode(i: int) -> None:
+        payloads[i] = codec.encode(factors.project(i, values[layout.span(i)], momentum))
+
+    def decode(i: int) -> None:
+        travelled = np.empty(wire.size(i), np.float32)
+        codec.decode(payloads[i], travelled.size, travelled)
+        factors.expand(i, travelled, momentum, into[layout.span(i)])
+
+    for i in range(layout.count):
+        encode(i)
+    return Job(
+        "lowrank", layout, sum(map(len, payloads)), encode, decode,
+        lambda i: codec.accumulate(payloads[i], 3.0, sums), exact=True,
+    )  # fmt: skip
 
 
 def torch_jobs(values: Any, into: Any, names: list[str], *, compiled: bool) -> Iterator[Job]:
@@ -333,17 +372,18 @@ def rows_of(implementation: str, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def others(options: argparse.Namespace) -> Iterator[Row]:
-    """The outer step, hashing and θ₀."""
+    """The outer step, hashing, the directions of low rank, and θ₀."""
     layout = ChunkLayout(options.elements, CHUNK)
     spec = TensorSpec("vector", (layout.parameters,), "normal", 1e-3)
     values, into, momentum = (np.zeros(layout.parameters, np.float32) for _ in range(3))
     fill(1, 0, spec, values)
-    state = GlobalState(layout, into, momentum)
+    state, factors = GlobalState(layout, into, momentum), matrices(layout.parameters)
     works: dict[str, Callable[[int], object]] = {
         "outer step": lambda i: outer_step(
             into[layout.span(i)], momentum[layout.span(i)], values[layout.span(i)], 0.7, 0.6
         ),
         "hash a blob": lambda i: state._hash(2 * i),
+        "directions": lambda i: directions(segments(factors.pieces[i], RANK), values[layout.span(i)]),
         "theta0, normal": lambda i: fill(1, 0, spec, into[layout.span(i)], layout.span(i).start),
     }
     for what, work in works.items():

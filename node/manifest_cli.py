@@ -52,6 +52,7 @@ class Codec(StrEnum):
     int8 = "int8"
     int4 = "int4"
     sparse = "sparse"
+    lowrank = "lowrank"
 
 
 @manifest_app.command()
@@ -94,16 +95,17 @@ def new(
         Weights | None, typer.Option(help="What a contribution weighs in the average.", show_default="tokens")
     ] = None,
     codec: Annotated[Codec, typer.Option(help="How pseudo-gradients are packed.")] = Codec.int8,
+    rank: Annotated[int | None, typer.Option(help="Rank of the factors of --codec lowrank.", show_default="8")] = None,
     rounds: Annotated[int | None, typer.Option("--rounds", "-r", help="Rounds of the run.", show_default="60")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the initial parameters.", show_default="0")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
 ) -> int:
     """Write a new manifest, complete, with comments.
 
-    Edit it to taste, then sign it. After changing the model, delete parameters, chunk, layers, embeddings and theta0 in
-    the state table; after changing fragments or packing, layers and theta0; after changing average, layers and
-    embeddings; after changing batch or inner_steps, weight_cap, first_lease and max_lease in the round table: signing
-    computes them again.
+    Edit it to taste, then sign it. After changing the model, delete parameters, chunk, layers, embeddings, columns and
+    theta0 in the state table; after changing fragments, packing, codec or rank, layers, columns and theta0; after
+    changing average, layers and embeddings; after changing batch or inner_steps, weight_cap, first_lease and max_lease
+    in the round table: signing computes them again.
 
     Examples:
 
@@ -135,6 +137,7 @@ def new(
         average=average.value if average is not None else None,
         weights=weights.value if weights is not None else None,
         codec=codec.value,
+        rank=rank,
         rounds=rounds,
     )
     _write(output, to_toml(manifest))

@@ -15,6 +15,7 @@ from typing import Any
 from atoll.protocol.errors import DataError, ManifestError
 from atoll.protocol.fragments import make_layout
 from atoll.protocol.layout import ChunkLayout
+from atoll.protocol.lowrank import largest_rank
 from atoll.protocol.manifest import PROTOCOL, Manifest, suggested_chunk
 
 from .config import DataConfig, InnerConfig, ModelConfig
@@ -27,6 +28,10 @@ SQUARED_CAP_ROUNDS = 3
 """… where weights go by the square of the tokens, so that the most is nine usual ones, not 64."""
 LEASE_ROUNDS = 2
 """A newcomer is leased the samples of this many rounds."""
+LOW_RANK = 8
+"""The rank of "lowrank" where none is given; as high as the model's matrices allow, if that is less."""
+LOW_RANK_FEEDBACK = 0.9
+"""The residual of "lowrank" is many rounds old; let it fade (docs/decisions-codecs.md)."""
 LEASE_GROWTH = 4
 """The largest lease, in first leases: four devices' worth of speed between slowest and fastest, or a lost round."""
 
@@ -76,6 +81,7 @@ def new_manifest(
     average: str | None = None,
     weights: str | None = None,
     codec: str | None = None,
+    rank: int | None = None,
     rounds: int | None = None,
     model: Mapping[str, Any] | None = None,
     inner: Mapping[str, Any] | None = None,
@@ -109,7 +115,7 @@ def new_manifest(
             average=average,
             weights=weights,
         ),
-        "codec": _given(name=codec),
+        "codec": _given(name=codec, rank=rank),
         "budget": _given(rounds=rounds),
     }
     for key, values in sections.items():
@@ -141,10 +147,13 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     given = raw.get("round", {})
     if isinstance(given, Mapping) and given.get("by", "steps") != "steps" and "grace" not in given:
         full["round"]["grace"] = 0.0
+    given = raw.get("codec", {})
+    if isinstance(given, Mapping) and given.get("name") == "lowrank" and "error_feedback" not in given:
+        full["codec"]["error_feedback"] = LOW_RANK_FEEDBACK
     if isinstance(full["round"], dict):
         _complete_round(full["round"], tables)
     if isinstance(full["state"], dict):
-        _complete_state(full["state"], tables.model, full["round"])
+        _complete_state(full["state"], tables.model, full["round"], full["codec"])
     return full
 
 
@@ -160,25 +169,37 @@ def _complete_round(section: dict[str, Any], tables: Tables) -> None:
         section.setdefault("max_lease", LEASE_GROWTH * first)
 
 
-def _complete_state(section: dict[str, Any], model: ModelConfig, rules: Any) -> None:
-    from .specs import count_parameters, embeddings, layer_sizes
+def _complete_state(section: dict[str, Any], model: ModelConfig, rules: Any, codec: Any) -> None:
+    from .specs import count_parameters, embeddings, layer_sizes, tensor_columns, tensor_specs
 
     parameters = count_parameters(model)
-    section.setdefault("parameters", parameters)
-    section.setdefault("chunk", suggested_chunk(parameters))
     several = dict(rules) if isinstance(rules, Mapping) else {}
-    radial = several.get("average") == "radial"
-    if several.get("fragments") == 1 and not radial:
+    packed = codec if isinstance(codec, dict) else {}
+    factors, radial = packed.get("name") == "lowrank", several.get("average") == "radial"
+    shapes = [(spec.size // spec.shape[-1], spec.shape[-1]) for spec in tensor_specs(model)]
+    section.setdefault("parameters", parameters)
+    section.setdefault("chunk", suggested_chunk(parameters, max(m * n for m, n in shapes) if factors else 0))
+    if several.get("fragments") == 1 and not factors and not radial:
         section.setdefault("layers", ())
     elif not section.get("layers"):
         section["layers"] = layer_sizes(model)
     section.setdefault("embeddings", embeddings(model) if radial else ())
+    if not factors:
+        section.setdefault("columns", ())
+    else:
+        if not section.get("columns"):
+            section["columns"] = tensor_columns(model)
+        if not packed.get("rank"):
+            packed["rank"] = max(min(LOW_RANK, largest_rank(shapes)), 1)
     chunk = section["chunk"]
     if "theta0" not in section and isinstance(chunk, int) and chunk > 0:
         layout = ChunkLayout(parameters, chunk)
         # Where they do not fit, the manifest is refused for that, and not for the digest.
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            layout = make_layout(parameters, chunk, section["layers"], several["fragments"], several["packing"])
+            layout = make_layout(
+                parameters, chunk, section["layers"], several["fragments"], several["packing"],
+                section["columns"] if factors else (), packed["rank"] if factors else 0,
+            )  # fmt: skip
         section["theta0"] = initial_digest(model, layout)
 
 
@@ -198,7 +219,7 @@ def verify(manifest: Manifest) -> Tables:
 
     Raises :class:`ManifestError` naming every contradiction. Does not look at the training data (:func:`data_here`).
     """
-    from .specs import count_parameters, embeddings, layer_sizes
+    from .specs import count_parameters, embeddings, layer_sizes, tensor_columns
 
     tables = Tables.of(manifest.model_dump())
     problems = []
@@ -208,6 +229,8 @@ def verify(manifest: Manifest) -> Tables:
         problems.append(f"state.parameters: the model has {parameters}, found {state.parameters}")
     elif state.layers and state.layers != layer_sizes(tables.model):
         problems.append("state.layers: these are not the sizes of the model's tensors; delete the line and sign again")
+    elif state.columns and state.columns != tensor_columns(tables.model):
+        problems.append("state.columns: these are not the model's; delete the line and sign again")
     else:
         digest = initial_digest(tables.model, manifest.layout)
         if state.theta0 != digest:

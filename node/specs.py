@@ -51,6 +51,11 @@ def embeddings(config: ModelConfig) -> tuple[int, ...]:
     return tuple(i for i, spec in enumerate(tensor_specs(config)) if spec.name in ("embedding", "head"))
 
 
+def tensor_columns(config: ModelConfig) -> tuple[int, ...]:
+    """Columns of each tensor in flat order; a vector is one row."""
+    return tuple(spec.shape[-1] for spec in tensor_specs(config))
+
+
 EMBEDDING_STD = 0.02
 """Deviation of the initial embedding; RMSNorm makes its size matter only against what the blocks add."""
 

@@ -88,9 +88,9 @@ def check_all(
     if len(chunks) != len(body.chunks):
         raise PeerMisbehaved(f"{len(chunks)} chunks for a body of {len(body.chunks)}")
     found = []
-    part, merging = layout.fragment(body.fragment), merging.of(body.fragment)
+    wire, merging = layout.wire(body.fragment), merging.of(body.fragment)
     for index, (data, entry) in enumerate(zip(chunks, body.chunks, strict=True)):
-        averaged = check(data, index, body.seal.members, codec, part.size(index), merging)
+        averaged = check(data, index, body.seal.members, codec, wire.size(index), merging)
         if averaged.contributors != entry.contributors:
             raise PeerMisbehaved(f"chunk {index} has other contributors than its commit says")
         found.append(averaged)
@@ -100,8 +100,9 @@ def check_all(
 def check(
     data: bytes, index: int, members: Sequence[Member], codec: Codec, elements: int, merging: Merging
 ) -> Averaged:
-    """Validate an averaged chunk of so many elements: place, contributors, weight, norms, and a payload that decodes
-    to finite numbers. merging: of the chunk's fragment. Raises :class:`PeerMisbehaved`.
+    """Validate an averaged chunk of so many values (:meth:`.layout.ChunkLayout.wire`): place, contributors, weight,
+    norms, and a payload that decodes to finite numbers. merging: of the chunk's fragment. Raises
+    :class:`PeerMisbehaved`.
     """
     chunk = unpack(data, merging.pieces(index))
     if chunk.index != index:

@@ -73,7 +73,7 @@ def make_seal(
     """
     cap = 0 if leases else manifest.round.weight_cap
     fragment = layout.due(calling.base.outer_step)
-    part = layout.fragment(fragment)
+    wire = layout.wire(fragment)
     able = [m for m in calling.entered.values() if m.weight <= cap and manifest.admits(m.peer)]
     able.sort(key=lambda member: (-member.weight, member.peer))
     members = sorted([own, *able[: manifest.round.max_group - 1]], key=lambda member: member.peer)
@@ -89,7 +89,7 @@ def make_seal(
         coordinator=coordinator,
         nonce=calling.nonce,
         members=members,
-        parts=split_parts(fit, part.count) if weighed else [],
+        parts=split_parts(fit, wire.count) if weighed else [],
         leases=leases,
-        deadline=deadline_seconds(members, part, manifest.codec.name, manifest.round.silence),
+        deadline=deadline_seconds(members, wire, manifest.codec.name, manifest.round.silence),
     )

@@ -155,7 +155,8 @@ def check_seal(seal: Seal, manifest: Manifest, layout: ChunkLayout) -> None:
         raise PeerMisbehaved("a coordinator outside its roster", seal.coordinator)
     if seal.leases and any(member.weight for member in seal.members):
         raise PeerMisbehaved("a weight in a roster for leases alone", seal.coordinator)
-    deadline = deadline_seconds(seal.members, part, manifest.codec.name, manifest.round.silence)
+    wire = layout.wire(seal.fragment)
+    deadline = deadline_seconds(seal.members, wire, manifest.codec.name, manifest.round.silence)
     if not 0.99 * deadline <= seal.deadline <= 1.01 * deadline:
         raise PeerMisbehaved(f"a deadline of {seal.deadline:.1f} s where {deadline:.1f} s follow", seal.coordinator)
     at = 0

@@ -21,7 +21,7 @@ def slowest_link(members: Sequence[Member]) -> float:
 
 
 def encoded_size(layout: ChunkLayout, codec: str) -> int:
-    """Bytes of the whole encoded fragment."""
+    """Bytes of the whole encoded fragment; ``layout``: its chunks as they travel."""
     kind = averages_codec(codec)  # never smaller than what a contribution takes
     return sum(kind.encoded_size(layout.size(index)) for index in range(layout.count))
 

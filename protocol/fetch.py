@@ -345,8 +345,9 @@ class Fetcher:
 
     def _cost(self, steps: Sequence[Step]) -> int:
         """Bytes of the chunks to be fetched."""
-        size = averages_codec(self._codec.name).encoded_size(self._layout.chunk)
-        return sum(size * len(step.commit.body.chunks) for step in steps)
+        kind = averages_codec(self._codec.name)
+        sizes = [kind.encoded_size(self._layout.wire(f).chunk) for f in range(self._layout.fragments)]
+        return sum(sizes[step.commit.body.fragment] * len(step.commit.body.chunks) for step in steps)
 
     async def _chain(self, peer: PeerId, head: Head, first: int) -> list[Step]:
         """The commits from ``first``, or as low as the donor's log reaches, up to a head; every one verified."""
@@ -449,7 +450,7 @@ class Fetcher:
         """All averaged chunks of a body, verified by hash. Raises :class:`TransportError` when no donor is left."""
         found: dict[int, bytes] = {}
         pieces = []
-        part = self._layout.fragment(body.fragment)
+        part = self._layout.wire(body.fragment)
         for index, entry in enumerate(body.chunks):
             here = await self._transport.offload(have, entry.hash)
             if here is not None:
@@ -463,7 +464,8 @@ class Fetcher:
     async def chunk(self, chunk_hash: bytes, donors: Sequence[PeerId]) -> bytes:
         """One averaged chunk by its hash. Raises :class:`TransportError` when none of the donors gives it."""
         found: dict[int, bytes] = {}
-        limit = size_limit(self._codec, self._layout.chunk, MAX_MEMBERS, self._manifest.merging)
+        most = max(self._layout.wire(f).chunk for f in range(self._layout.fragments))
+        limit = size_limit(self._codec, most, MAX_MEMBERS, self._manifest.merging)
         await self._collect([_Piece(0, chunk_hash, GetChunk(chunk_hash), limit)], donors, found.__setitem__)
         return found[0]
 

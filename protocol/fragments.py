@@ -16,6 +16,7 @@ from typing import Literal
 
 from .island import Progress, Snapshot
 from .layout import ChunkLayout, FragmentedLayout
+from .lowrank import LowRankLayout, Piece, cut
 from .overlap import left
 
 Packing = Literal["balanced", "strided"]
@@ -56,32 +57,56 @@ def pack(layers: Layers, fragments: int, packing: Packing) -> list[int]:
 _UNITS = {"balanced": "tensors", "strided": "layers"}
 
 
-def make_layout(parameters: int, chunk: int, layers: Layers, fragments: int, packing: Packing) -> ChunkLayout:
+def make_layout(
+    parameters: int, chunk: int, layers: Layers, fragments: int, packing: Packing, columns: Sequence[int] = (),
+    rank: int = 0,
+) -> ChunkLayout:  # fmt: skip
     """How a model of ``parameters`` elements is cut, for any number of fragments.
 
     With one fragment, every ``chunk`` elements. With several, each run of neighbouring tensors of one fragment by
     itself, every ``chunk`` elements from its beginning, its last chunk being shorter: so a chunk lies in one piece, and
-    in one fragment. Chunks are numbered in flat order, those of a fragment in the same order. Raises as :func:`pack`,
-    and :class:`ValueError` when ``layers`` do not make so many elements.
+    in one fragment. Chunks are numbered in flat order, those of a fragment in the same order.
+
+    columns: of each tensor (of a vector all its elements), where matrices travel as factors of that ``rank``: chunks
+    then begin and end with their rows (:func:`.lowrank.cut`), with one fragment too.
+
+    Raises as :func:`pack`, and :class:`ValueError` when ``layers`` do not make so many elements, or no whole number of
+    rows.
     """
-    if fragments == 1:
+    if fragments == 1 and not rank:
         return ChunkLayout(parameters, chunk)
     sizes = list(chain.from_iterable(layers))
     if sum(sizes) != parameters:
         raise ValueError(f"layers of {sum(sizes)} elements do not make a model of {parameters}")
+    if rank and (len(columns) != len(sizes) or any(size % width for size, width in zip(sizes, columns, strict=True))):
+        raise ValueError(f"{len(columns)} numbers of columns do not fit {len(sizes)} tensors")
     spans: list[tuple[int, int]] = []
+    pieces: list[tuple[Piece, ...]] = []
     members: list[list[int]] = [[] for _ in range(fragments)]
     chosen = pack(layers, fragments, packing)
     at = tensor = 0
     while tensor < len(sizes):
-        stop, fragment = at, chosen[tensor]
+        first, stop, fragment = tensor, at, chosen[tensor]
         while tensor < len(sizes) and chosen[tensor] == fragment:
             stop += sizes[tensor]
             tensor += 1
+        if rank:
+            for inside in cut(sizes[first:tensor], columns[first:tensor], chunk):
+                number, start = sum(map(len, pieces)), at
+                found: list[Piece] = []
+                for size, width in inside:
+                    found.append(Piece(at - start, size // width, width, number + len(found)))
+                    at += size
+                pieces.append(tuple(found))
+                members[fragment].append(len(spans))
+                spans.append((start, at))
+            continue
         for start in range(at, stop, chunk):
             members[fragment].append(len(spans))
             spans.append((start, min(start + chunk, stop)))
         at = stop
+    if rank:
+        return LowRankLayout(parameters, chunk, tuple(spans), tuple(map(tuple, members)), tuple(pieces), rank)
     return FragmentedLayout(parameters, chunk, tuple(spans), tuple(map(tuple, members)))
 
 

@@ -59,6 +59,10 @@ class Kernels:
     float16_decode: Kernel
     float16_add: Kernel
     theta0_normal: Kernel
+    matrix_times: Kernel
+    times_matrix: Kernel
+    outer_add: Kernel
+    orthonormal: Kernel
 
 
 NAMES = tuple(field.name for field in fields(Kernels) if field.name != "name")
@@ -177,6 +181,10 @@ def compile_kernels(*, cache: bool, cache_dir: Path | None = None) -> Kernels:
         "float16_decode": none(frozen_octets, floats),
         "float16_add": none(frozen_octets, f4, floats),
         "theta0_normal": none(floats, u8, f4),
+        "matrix_times": none(frozen_floats, frozen_floats, i8, floats),
+        "times_matrix": none(frozen_floats, frozen_floats, i8, floats),
+        "outer_add": none(frozen_floats, frozen_floats, i8, floats),
+        "orthonormal": none(frozen_floats, frozen_floats, i8, floats),
     }
     logging.getLogger("numba").setLevel(logging.WARNING)  # below, it prints every instruction it compiles
     before = numba.config.CACHE_DIR
@@ -270,6 +278,25 @@ def results(kernels: Kernels) -> dict[str, bytes]:
     out = np.empty(n, np.float32)
     kernels.theta0_normal(out, np.uint64(0xFEDCBA9876543210), f4(0.02))
     found["theta0_normal"] = out.tobytes()
+
+    rank, rows, columns = 3, 37, 70
+    matrix, left, right = (
+        frozen(probe(size, 6) * f4(2.0**-40)) for size in (rows * columns, rank * rows, rank * columns)
+    )
+    out = np.empty(rank * rows, np.float32)
+    kernels.matrix_times(matrix, right, rank, out)
+    found["matrix_times"] = out.tobytes()
+    out = np.empty(rank * columns, np.float32)
+    kernels.times_matrix(left, matrix, rank, out)
+    found["times_matrix"] = out.tobytes()
+    out = probe(rows * columns, 7)
+    kernels.outer_add(left, right, rank, out)
+    found["outer_add"] = out.tobytes()
+    # the second vector is the first one again, so the spare one takes its place
+    vectors, out = left.copy(), np.empty(rank * rows, np.float32)
+    vectors[rows : 2 * rows] = vectors[:rows]
+    kernels.orthonormal(frozen(vectors), frozen(probe(rank * rows, 8)), rank, out)
+    found["orthonormal"] = out.tobytes()
     return found
 
 

@@ -33,6 +33,9 @@ INT4_LEVELS = np.array([-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 5
 """The sixteen levels of ``int4``, by code. Integers, so that level · scale is exact in float32."""
 INT4_ZERO = np.uint8(7)
 """The code of level 0."""
+LEAST_SHARE = np.float64(2.0**-30)
+"""Of a vector's squared length, that must be left when the ones before it are taken out, for it to count as another
+direction: what is left of rounded float32 numbers lies below."""
 STRETCH = 4096
 """Values of ``sparse`` that compete for being kept; of each 64, rounded up, one is."""
 
@@ -569,3 +572,84 @@ def theta0_normal(out: Floats, first: Any, factor: Any) -> None:
         total = (a & LOW) + ((a >> np.uint64(16)) & LOW) + (b & LOW) + ((b >> np.uint64(16)) & LOW)
         total = (total & np.uint64(0xFFFFFFFF)) + (total >> np.uint64(32))
         out[i] = np.float32(np.float32(np.int32(total) - np.int32(CENTRE)) * factor)
+
+
+def matrix_times(x: Floats, factor: Floats, rank: int, out: Floats) -> None:
+    """``out[c, i] = sum over j of x[i, j] * factor[j, c]``, j rising; x [rows, columns], factor [columns, rank]."""
+    rows = out.size // rank
+    columns = factor.size // rank
+    sums = np.empty(rank, np.float32)
+    for i in range(rows):
+        row = x[i * columns : (i + 1) * columns]
+        sums[:] = np.float32(0)
+        for j in range(columns):
+            value = row[j]
+            line = factor[j * rank : (j + 1) * rank]
+            for c in range(rank):
+                sums[c] = np.float32(sums[c] + np.float32(value * line[c]))
+        for c in range(rank):
+            out[c * rows + i] = sums[c]
+
+
+def times_matrix(factor: Floats, x: Floats, rank: int, out: Floats) -> None:
+    """``out[c, j] = sum over i of factor[c, i] * x[i, j]``, i rising; factor [rank, rows], x [rows, columns]."""
+    rows = factor.size // rank
+    columns = out.size // rank
+    out[:] = np.float32(0)
+    for i in range(rows):
+        row = x[i * columns : (i + 1) * columns]
+        for c in range(rank):
+            weight = factor[c * rows + i]
+            line = out[c * columns : (c + 1) * columns]
+            for j in range(columns):
+                line[j] = np.float32(line[j] + np.float32(weight * row[j]))
+
+
+def outer_add(left: Floats, right: Floats, rank: int, out: Floats) -> None:
+    """``out[i, j] += left[c, i] * right[c, j]``, c rising; left [rank, rows], right [rank, columns]."""
+    rows = left.size // rank
+    columns = right.size // rank
+    for i in range(rows):
+        row = out[i * columns : (i + 1) * columns]
+        for c in range(rank):
+            weight = left[c * rows + i]
+            line = right[c * columns : (c + 1) * columns]
+            for j in range(columns):
+                row[j] = np.float32(row[j] + np.float32(weight * line[j]))
+
+
+def orthonormal(vectors: Floats, spare: Floats, rank: int, out: Floats) -> None:
+    """See :func:`atoll.protocol.lowrank.orthonormal`; all three [rank, length]."""
+    length = out.size // rank
+    basis = np.zeros((rank, length), np.float64)
+    line = np.empty(length, np.float64)
+    for c in range(rank):
+        kept = False
+        for source in range(2):
+            if kept:
+                break
+            for i in range(length):
+                line[i] = np.float64(vectors[c * length + i] if source == 0 else spare[c * length + i])
+            total = line[0] * line[0]
+            for i in range(1, length):
+                total = total + line[i] * line[i]
+            before = total
+            for _ in range(2):
+                for other in range(c):
+                    against = basis[other]
+                    along = line[0] * against[0]
+                    for i in range(1, length):
+                        along = along + line[i] * against[i]
+                    for i in range(length):
+                        line[i] = line[i] - along * against[i]
+            total = line[0] * line[0]
+            for i in range(1, length):
+                total = total + line[i] * line[i]
+            if total > before * LEAST_SHARE:
+                norm = np.sqrt(total)
+                kept = True
+                for i in range(length):
+                    basis[c, i] = line[i] / norm
+    for c in range(rank):
+        for i in range(length):
+            out[c * length + i] = np.float32(basis[c, i])

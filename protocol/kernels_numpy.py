@@ -17,6 +17,7 @@ from .kernels_numba import (
     GOLDEN,
     INT4_LEVELS,
     INT4_ZERO,
+    LEAST_SHARE,
     LOW,
     MAGNITUDE,
     MIX_1,
@@ -355,3 +356,52 @@ def theta0_normal(out: Floats, first: Any, factor: Any) -> None:
         total = lanes[0::2] + lanes[1::2]
         total = (total & np.uint64(0xFFFFFFFF)) + (total >> np.uint64(32))
         np.multiply((total.astype(np.int32) - np.int32(CENTRE)).astype(np.float32), factor, out=part)
+
+
+def matrix_times(x: Floats, factor: Floats, rank: int, out: Floats) -> None:
+    rows, columns = out.size // rank, factor.size // rank
+    matrix, lines, sums = x.reshape(rows, columns), factor.reshape(columns, rank), np.zeros((rows, rank), np.float32)
+    with np.errstate(all="ignore"):
+        for j in range(columns):
+            sums += matrix[:, j, None] * lines[j]
+    out.reshape(rank, rows)[:] = sums.T
+
+
+def times_matrix(factor: Floats, x: Floats, rank: int, out: Floats) -> None:
+    rows, columns = factor.size // rank, out.size // rank
+    weights, matrix, sums = factor.reshape(rank, rows), x.reshape(rows, columns), out.reshape(rank, columns)
+    sums[:] = 0
+    with np.errstate(all="ignore"):
+        for i in range(rows):
+            sums += weights[:, i, None] * matrix[i]
+
+
+def outer_add(left: Floats, right: Floats, rank: int, out: Floats) -> None:
+    rows, columns = left.size // rank, right.size // rank
+    weights, lines, sums = left.reshape(rank, rows), right.reshape(rank, columns), out.reshape(rows, columns)
+    with np.errstate(all="ignore"):
+        for c in range(rank):
+            sums += weights[c, :, None] * lines[c]
+
+
+def orthonormal(vectors: Floats, spare: Floats, rank: int, out: Floats) -> None:
+    length = out.size // rank
+    basis = np.zeros((rank, length), np.float64)
+    with np.errstate(all="ignore"):
+        for c in range(rank):
+            for source in (vectors, spare):
+                line = source.reshape(rank, length)[c].astype(np.float64)
+                before = _dot(line, line)
+                for _ in range(2):
+                    for other in basis[:c]:
+                        line -= _dot(line, other) * other
+                total = _dot(line, line)
+                if total > before * LEAST_SHARE:
+                    basis[c] = line / np.sqrt(total)
+                    break
+        out.reshape(rank, length)[:] = basis
+
+
+def _dot(a: NDArray[np.float64], b: NDArray[np.float64]) -> Any:
+    """The products added one after the other, in order."""
+    return np.add.accumulate(a * b)[-1]

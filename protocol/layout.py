@@ -57,6 +57,11 @@ class ChunkLayout:
         """The number that chunk ``i`` of a fragment has among all chunks."""
         return i
 
+    def wire(self, fragment: int, rank: int = 0) -> ChunkLayout:
+        """The chunks of one fragment as they travel, each with as many values as its payload holds: its elements,
+        unless matrices travel as factors of some rank (:mod:`.lowrank`)."""
+        return self.fragment(fragment)
+
     def due(self, outer_step: int) -> int:
         """The fragment of the rounds that follow so many outer steps: one after the other, again and again."""
         return outer_step % self.fragments

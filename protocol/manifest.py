@@ -35,6 +35,7 @@ from .explain import explain, shown
 from .fragments import make_layout
 from .identity import Signer, public_key_of, verify
 from .layout import ChunkLayout
+from .lowrank import LowRankLayout, largest_rank
 from .merging import Merging, Weights
 from .messages import MAX_CHUNKS, MAX_MEMBERS
 from .radial import NORM_BYTES, Radial
@@ -55,7 +56,7 @@ MAX_PEERS = 4096
 MAX_FRAGMENTS = 64
 LATER = (("round", "fragments"), ("round", "packing"), ("state", "layers"))
 """Fields that need not stand in a manifest, nor are in its canonical form, where the model is one fragment (but for
-the layers, where the average goes by tensors)."""
+the layers, where the average goes by tensors or matrices travel as factors)."""
 MAX_NORMS = 1 << 20
 """Bytes of all norms in one averaged chunk."""
 OPTIONAL: Mapping[tuple[str, str], Any] = MappingProxyType(
@@ -66,11 +67,15 @@ OPTIONAL: Mapping[tuple[str, str], Any] = MappingProxyType(
         ("round", "average"): "mean",
         ("round", "stale"): "keep",
         ("round", "max_age"): 0,
+        ("codec", "rank"): 0,
         ("state", "embeddings"): (),
+        ("state", "columns"): (),
     }
 )
 """Fields that need not stand there, nor do in the canonical form, where they have these values."""
 MAX_LAYERS = 4096
+MAX_TENSORS = 65536
+MAX_RANK = 1024
 MAX_KEYS = 64
 MAX_TEXT = 4096
 
@@ -157,6 +162,7 @@ Layers = Annotated[
 Numbers = Annotated[
     tuple[Annotated[int, Field(ge=0, le=MAX_SAFE_INTEGER)], ...], BeforeValidator(lambda value: _tuples(value))
 ]
+Columns = Annotated[tuple[Count, ...], BeforeValidator(lambda value: _tuples(value))]
 Strings = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 
 
@@ -353,20 +359,33 @@ class OuterSection(_Section):
 class CodecSection(_Section):
     """[codec]: how pseudo-gradients are packed."""
 
-    name: Literal["float32", "float16", "int8", "int4", "sparse"] = Field(
-        description='"float32", "float16", "int8", "int4" (blockwise) or "sparse" (the largest 64 of 4096)'
+    name: Literal["float32", "float16", "int8", "int4", "sparse", "lowrank"] = Field(
+        description='"float32", "float16", "int8", "int4" (blockwise), "sparse" (the largest 64 of 4096) or "lowrank" '
+        "(matrices as factors)"
     )
+    rank: int = Field(default=0, ge=0, le=MAX_RANK, description='rank of the factors of "lowrank"; 0 with the others')
     error_feedback: float = Field(
         ge=0, le=1, description="share of the packing error that is carried to the next round; 0: none"
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.name == "sparse" and self.error_feedback == 0:
-            raise ValueError(
-                'name = "sparse" with error_feedback = 0 would throw 63 of 64 values away; set error_feedback to '
-                "0.95, or use another codec"
+        problems = []
+        if self.name in ("sparse", "lowrank") and self.error_feedback == 0:
+            lost = "63 of 64 values" if self.name == "sparse" else "all but a few directions of each matrix"
+            usual = "0.95" if self.name == "sparse" else "1"
+            problems.append(
+                f'name = "{self.name}" with error_feedback = 0 would throw {lost} away; set error_feedback to {usual}, '
+                "or use another codec"
             )
+        if self.name == "lowrank" and self.rank == 0:
+            problems.append('name = "lowrank" needs a rank; set rank to 1 or more')
+        if self.name != "lowrank" and self.rank:
+            problems.append(
+                f'rank = {self.rank} with name = "{self.name}" does nothing; leave it out, or set name to "lowrank"'
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
         return self
 
 
@@ -386,6 +405,9 @@ class StateSection(_Section):
         max_length=MAX_LAYERS,
         description='numbers of the tensors, from 0 in flat order, that have a weighted mean where average = "radial"',
     )
+    columns: Columns = Field(
+        default=(), max_length=MAX_TENSORS, description='columns of each of these tensors, for "lowrank"; else empty'
+    )
     theta0: str = Field(pattern=_DIGEST, description="digest of the initial state, hex")
     checkpoint_every: int = Field(ge=1, le=10**6, description="outer steps from one checkpoint to the next (K)")
 
@@ -402,6 +424,12 @@ class StateSection(_Section):
         size = sum(sum(layer) for layer in self.layers)
         if self.layers and size != self.parameters:
             raise ValueError(f"layers of {size} elements together, and parameters = {self.parameters}")
+        sizes = [size for layer in self.layers for size in layer]
+        if self.columns and len(self.columns) != len(sizes):
+            raise ValueError(f"columns of {len(self.columns)} tensors, and layers have {len(sizes)}")
+        for size, width in zip(sizes, self.columns, strict=False):
+            if size % width:
+                raise ValueError(f"columns: {width} columns do not divide a tensor of {size} elements")
         return self
 
 
@@ -507,6 +535,7 @@ class Manifest(_Section):
                 'round.merge = "eager" previews the outer step of "nesterov" or "sgd", which outer.optimizer = '
                 '"delayed-nesterov" does not take; use round.merge = "carry"'
             )
+        self._check_rank()
         self._check_fragments()
         self._check_tensors()
         if self.signature and not self.owner:
@@ -516,8 +545,57 @@ class Manifest(_Section):
             raise ValueError(f"expected at most {MAX_MANIFEST} bytes, found {size}")
         return self
 
+    def _check_rank(self) -> None:
+        """Whether matrices can travel as factors, if they are to."""
+        codec, state = self.codec, self.state
+        if codec.name != "lowrank":
+            if state.columns:
+                raise ValueError(f'state.columns with codec.name = "{codec.name}" does nothing; leave it out')
+            return
+        if self.outer.optimizer == "sgd":
+            raise ValueError(
+                'codec.name = "lowrank" finds the directions of its factors in the outer momentum, and outer.optimizer '
+                '= "sgd" has none; use outer.optimizer = "nesterov" (its momentum may be 0)'
+            )
+        if self.round.average == "radial":
+            raise ValueError(
+                'codec.name = "lowrank" sends parts of tensors, of which round.average = "radial" takes norms; use '
+                'round.average = "mean", or codec.name = "int4"'
+            )
+        if not state.layers or not state.columns:
+            raise ValueError(
+                'codec.name = "lowrank" needs state.layers and state.columns, the shapes of the model\'s tensors; '
+                "signing puts them in"
+            )
+
+    def _check_largest_rank(self) -> None:
+        layout, rank = self.layout, self.codec.rank
+        if not isinstance(layout, LowRankLayout):
+            return
+        shapes = [(piece.rows, piece.columns) for pieces in layout.pieces for piece in pieces]
+        most = largest_rank(shapes)
+        if most == 0:
+            raise ValueError(
+                'codec.name = "lowrank" makes no matrix of the model, in chunks of state.chunk = '
+                f'{self.state.chunk} elements, half as large; use larger chunks, or codec.name = "int4"'
+            )
+        if rank > most:
+            rows, columns = max(shapes, key=lambda shape: largest_rank([shape]))
+            raise ValueError(
+                f"codec.rank = {rank} makes no matrix of the model half as large: the largest in one chunk has {rows} "
+                f"rows and {columns} columns; the most is {most}"
+            )
+
     def _check_fragments(self) -> None:
         rules, state = self.round, self.state
+        if rules.fragments == 1 and self.codec.name == "lowrank":
+            if rules.packing != "balanced":
+                raise ValueError(
+                    f'round.packing = "{rules.packing}" with round.fragments = 1 does nothing; leave it out, or set '
+                    "round.fragments to 2 or more"
+                )
+            self._check_count()
+            return
         if rules.fragments == 1:
             idle = state.layers and rules.average == "mean"
             if rules.packing != "balanced" or idle:
@@ -538,11 +616,15 @@ class Manifest(_Section):
                 f"round.fragments = {rules.fragments} exceeds the {most} {what} of the model (state.layers); the most "
                 f"is {most}"
             )
+        self._check_count()
+
+    def _check_count(self) -> None:
         if self.layout.count > MAX_CHUNKS:
             raise ValueError(
-                f"round.fragments = {rules.fragments} makes {self.layout.count} chunks, and {MAX_CHUNKS} are allowed; "
-                "use larger chunks"
+                f"round.fragments = {self.round.fragments} makes {self.layout.count} chunks, and {MAX_CHUNKS} are "
+                "allowed; use larger chunks"
             )
+        self._check_largest_rank()
 
     def _check_tensors(self) -> None:
         rules, state = self.round, self.state
@@ -582,7 +664,9 @@ class Manifest(_Section):
     def layout(self) -> ChunkLayout:
         """How the model is cut into fragments and chunks."""
         state, rules = self.state, self.round
-        return make_layout(state.parameters, state.chunk, state.layers, rules.fragments, rules.packing)
+        return make_layout(
+            state.parameters, state.chunk, state.layers, rules.fragments, rules.packing, state.columns, self.codec.rank
+        )
 
     @cached_property
     def merging(self) -> Merging:
@@ -777,8 +861,11 @@ def manifest_bytes(run_id: bytes) -> bytes:
     return b"atoll manifest 1\0" + run_id
 
 
-def suggested_chunk(parameters: int) -> int:
-    """Elements in a chunk: a power of two near a 64th of the model, between 2^12 and 2^20."""
+def suggested_chunk(parameters: int, largest: int = 0) -> int:
+    """Elements in a chunk: a power of two near a 64th of the model, between 2^12 and 2^20; and where matrices travel as
+    factors, the largest of them having so many elements, one that holds it whole, up to 2^20."""
+    if largest:
+        return max(min(1 << (largest - 1).bit_length(), 1 << 20), suggested_chunk(parameters))
     return min(max(1 << max(parameters // 64, 1).bit_length() - 1, 1 << 12), 1 << 20)
 
 

@@ -1822,7 +1822,7 @@ class Peer:
         donors = [PeerId(member.peer) for member in body.seal.members if member.peer != self.transport.peer_id]
         started = self.transport.now()
         try:
-            size = encoded_size(self.layout.fragment(body.fragment), self.manifest.codec.name)
+            size = encoded_size(self.layout.wire(body.fragment), self.manifest.codec.name)
             rate = self.rates.download or ASSUMED
             async with asyncio.timeout(4 * self._silence + 4 * transfer_seconds(size, 2, rate)):
                 chunks = await self.fetcher.chunks(body, donors, self._recent)

@@ -22,6 +22,7 @@ from .encoder import Encoded
 from .island import Run
 from .kernels import frozen, subnormals_on, table
 from .layout import ChunkLayout
+from .lowrank import Factors, LowRankLayout
 from .manifest import Manifest
 from .messages import Body
 from .outer import check_outer
@@ -63,6 +64,7 @@ class Replica:
         self.state = state
         self.position = position
         self.residual = residual
+        self._factors = Factors(layout) if isinstance(layout, LowRankLayout) else None
         self._digest: asyncio.Task[bytes] | None = None
         self._memory = threading.local()
 
@@ -103,7 +105,28 @@ class Replica:
     def encode(self, index: int, theta: Floats, fragment: int = 0) -> bytearray | memoryview:
         """What is sent of one chunk; the same bytes each time while nothing has been committed."""
         scratch = self._scratch(self.layout.fragment(fragment).size(index))
-        return self.codec.encode(self.contribution(index, theta, scratch, fragment=fragment))
+        return self._packed(fragment, index, self.contribution(index, theta, scratch, fragment=fragment))
+
+    def _packed(self, fragment: int, index: int, x: Floats) -> bytearray | memoryview:
+        """The payload of a chunk of a fragment."""
+        if self._factors is None:
+            return self.codec.encode(x)
+        return self.codec.encode(self._factors.project(self.layout.place(fragment, index), x, self.state.momentum))
+
+    def _unpacked(self, codec: Codec, fragment: int, index: int, payload: BytesLike, out: Floats) -> None:
+        """The elements of a chunk of a fragment, from a payload that is valid."""
+        if self._factors is None:
+            codec.decode(payload, len(out), out)
+            return
+        place = self.layout.place(fragment, index)
+        values = np.empty(self.layout.wire(fragment).size(index), np.float32)
+        codec.decode(payload, len(values), values)
+        self._factors.expand(place, values, self.state.momentum, out)
+
+    def _forget_factors(self) -> None:
+        """The momentum has changed."""
+        if isinstance(self.layout, LowRankLayout):
+            self._factors = Factors(self.layout)
 
     def sender(self, theta: Floats | Encoded, fragment: int = 0) -> Callable[[int], BytesLike]:
         """What gives a contribution chunk by chunk, as it is sent: by :meth:`encode`, or as the island has encoded it,
@@ -144,13 +167,14 @@ class Replica:
     # --- applying ------------------------------------------------------------------------------------------------
 
     def means(self, body: Body, chunks: Sequence[bytes]) -> list[Floats | None]:
-        """What a commit's averaged chunks come to; None where nobody contributed. Raises PeerMisbehaved."""
+        """What a commit's averaged chunks come to, as they travel; None where nobody contributed. Raises
+        PeerMisbehaved."""
         means: list[Floats | None] = []
-        part = self.layout.fragment(body.fragment)
+        wire = self.layout.wire(body.fragment)
         averages = check_all(body, chunks, self.layout, self.codec, self.manifest.merging)
         lengthen = self._lengthen(body, averages)
         for index, averaged in enumerate(averages):
-            mean = np.empty(part.size(index), np.float32) if averaged.weight else None
+            mean = np.empty(wire.size(index), np.float32) if averaged.weight else None
             if mean is not None:
                 self.averages.decode(averaged.payload, len(mean), mean)
                 lengthen(index, mean)
@@ -231,10 +255,10 @@ class Replica:
             if mine and self.residual is not None:
                 assert frozen is not None
                 x = self.contribution(index, frozen, scratch, fragment=fragment)
-                sent = self.codec.encode(x)
+                sent = self._packed(fragment, index, x)
                 # The scratch holds x, so the decoded values go where the difference will be.
                 residual = self.residual[span]
-                self.codec.decode(sent, len(x), residual)
+                self._unpacked(self.codec, fragment, index, sent, residual)
                 np.subtract(x, residual, out=residual)
             new = self.state.params[span]
             start = old = new
@@ -245,7 +269,7 @@ class Replica:
             if not mine and (local is not None or shift is not None):
                 old = new.copy()
             if averaged.weight:
-                self.averages.decode(averaged.payload, len(scratch), scratch)
+                self._unpacked(self.averages, fragment, index, averaged.payload, scratch)
                 lengthen(index, scratch)
                 self.state.step(
                     self.layout.place(fragment, index), scratch, lr=outer.lr, mu=outer.momentum, kind=outer.optimizer,
@@ -269,6 +293,7 @@ class Replica:
             return len(new) if mine else 0, Run(span.start, span.stop, keep)
 
         done = spread(one, range(len(chunks)), 4 * self.layout.chunk, spare=shift is not None)
+        self._forget_factors()
         self.position = position_of(body, commit_id)
         self._digest = None
         share = sum(size for size, _ in done) / part.parameters
@@ -303,6 +328,7 @@ class Replica:
         self.state = state
         self.position = position
         self._digest = None
+        self._forget_factors()
         if self.residual is not None:
             self.residual.fill(0)
 

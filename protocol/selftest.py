@@ -37,6 +37,10 @@ KNOWN: dict[str, str] = {
     "kernel float16_decode": "9e001c8815162492",
     "kernel float16_add": "5297e90a49697eb8",
     "kernel theta0_normal": "8161672cc718e34e",
+    "kernel matrix_times": "dd8ec54111cdcdfd",
+    "kernel times_matrix": "f88b6477d404ac3c",
+    "kernel outer_add": "00a5459d616218e1",
+    "kernel orthonormal": "0158f50f9898a900",
     "theta0": "5a9edd26a46b467d",
     "state at theta0": "31cfae416faca064",
     "state after three outer steps": "5c463bdccf8a5b58",
@@ -45,6 +49,7 @@ KNOWN: dict[str, str] = {
     "codec int8": "4fa2eb6e2e83b85b",
     "codec int4": "57fc5947e72750fd",
     "codec sparse": "7cbcb6550f05425f",
+    "codec lowrank": "57fc5947e72750fd",
 }
 """The first 8 bytes of each digest, in hex."""
 

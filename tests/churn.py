@@ -97,6 +97,8 @@ def draw(args: argparse.Namespace, seed: int) -> dict[str, Any]:
             "hidden": rng.choice([0, 0, settings["peers"] // 3]),
             "every": rng.choice([1.0, 3.0, 10.0]) * length, "back": rng.choice([0.2, 1.0, 3.0]) * length,
         }  # fmt: skip
+        if random.Random(f"codec {seed}").random() < 0.15:
+            settings["codec"] = "lowrank"  # drawn by itself, so that the other settings of a seed are what they were
         if args.keep is None:
             settings["keep"] = rng.choice([0.0, 0.1, 0.3]) * length
         if args.overlap:
@@ -108,7 +110,7 @@ def draw(args: argparse.Namespace, seed: int) -> dict[str, Any]:
             "weights": rules.choice(["tokens", "tokens", "tokens2/steps", "equal"]),
             "average": rules.choice(["mean", "mean", "radial"]), "stale": rules.choice(["keep", "keep", "drop"]),
         }  # fmt: skip
-        if settings["codec"] == "sparse":
+        if settings["codec"] in ("sparse", "lowrank"):
             settings["average"] = "mean"  # what the judge knows of is what was to be sent, and the norm is another
     if settings["every"] is None:
         settings["every"] = 20 * length / settings["peers"]
@@ -136,10 +138,17 @@ def build(settings: dict[str, Any], max_group: int, seed: int) -> Swarm:
         rules["every"] = max(rules["every"], rules["quorum"] * settings["fragments"])
     count = settings["fragments"]
     several = max(count, 3 if settings["average"] == "radial" else 1)
+    factors = settings["codec"] == "lowrank"
     tensors = [[PARAMETERS * (i + 1) // several - PARAMETERS * i // several] for i in range(several)]
-    state = {"chunk": CHUNK, **({"layers": tensors} if several > 1 else {})}
+    state: dict[str, Any] = {"chunk": CHUNK, **({"layers": tensors} if several > 1 or factors else {})}
+    if factors:
+        # as square as can be
+        state["columns"] = [
+            min((n for n in range(1, size + 1) if size % n == 0), key=lambda n: n + size // n) for (size,) in tensors
+        ]
     run = manifest(
-        parameters=PARAMETERS, round=rules, state=state, codec={"name": settings["codec"]},
+        parameters=PARAMETERS, round=rules, state=state,
+        codec={"name": settings["codec"], **({"rank": 1} if factors else {})},
         budget={"rounds": 10**6},
     )  # fmt: skip
     swarm = Swarm(

@@ -30,6 +30,7 @@ from atoll.protocol.control import Call
 from atoll.protocol.errors import TransportError
 from atoll.protocol.frames import FrameStream
 from atoll.protocol.island import Snapshot
+from atoll.protocol.lowrank import Factors, LowRankLayout
 from atoll.protocol.messages import Commit, Member, Part, Seal, decode, encode, hash_of, seal_bytes
 from atoll.protocol.peer import Peer
 from atoll.protocol.reduce import PROTOCOL, Hello, Progress, Welcome
@@ -84,7 +85,7 @@ class Wire:
         return self.part.first + self.part.count - 1
 
     def size(self, index: int) -> int:
-        return self.round.around.layout.size(index)
+        return self.round.around.layout.wire(0).size(index)
 
     def payload(self, index: int) -> bytearray:
         """The honest contribution to a chunk."""
@@ -100,6 +101,8 @@ class Wire:
         around, theta = self.round.around, self.round.theta
         assert theta is not None
         x = around.replica.contribution(index, theta) * np.float32(scale)
+        if isinstance(around.layout, LowRankLayout):
+            x = Factors(around.layout).project(index, x, around.replica.state.momentum)
         sent = np.empty_like(x)
         around.replica.codec.decode(around.replica.codec.encode(x), len(x), sent)
         return bytearray(averages_codec(around.replica.codec.name).encode(sent))

@@ -24,6 +24,7 @@ from atoll.node.run_defaults import Tables
 from atoll.node.specs import tensor_specs
 from atoll.protocol.codecs import averages_codec, get_codec
 from atoll.protocol.codecs.base import MAX_MAGNITUDE, Codec
+from atoll.protocol.lowrank import Factors, LowRankLayout
 from atoll.protocol.manifest import Manifest, RoundSection
 from atoll.protocol.outer import outer_step
 from atoll.protocol.overlap import Merge, Overlap, move
@@ -174,6 +175,10 @@ class Simulation:
         self.tau = rules.overlap
         self.overlap = Overlap(Merge(rules.merge), outer.lr, outer.momentum, rules.mix)
         self.fragments = self._fragments()
+        layout = self.manifest.layout
+        self.places = {layout.span(place).start: place for place in range(layout.count)}
+        self.factors: Factors | None = None
+        self._find_factors()
         self.rounds: list[_Round | None] = [None] * len(self.fragments)
         self.numbers = [0] * len(self.fragments)
         self.outer_steps = [0] * len(self.fragments)
@@ -226,6 +231,11 @@ class Simulation:
         chunks = [layout.span(index) for index in range(layout.count)]
         count = self.scenario.fragments
         return [chunks[f * len(chunks) // count : (f + 1) * len(chunks) // count] for f in range(count)]
+
+    def _find_factors(self) -> None:
+        """The outer momentum is another, and so are the directions that matrices travel along."""
+        if isinstance(layout := self.manifest.layout, LowRankLayout):
+            self.factors = Factors(layout)
 
     # ---------------------------------------------------------------- the run
 
@@ -343,7 +353,7 @@ class Simulation:
         flight = self.rounds[fragment] = _Round(self.numbers[fragment], now + self.tau, entered)
         if self.lowrank is None:
             sent = sum(len(payload) for payload in entered[members[0]].payloads)
-            received = sum(self.averages.encoded_size(chunk.stop - chunk.start) for chunk in chunks)
+            received = sum(self.averages.encoded_size(self._travelling(chunk)) for chunk in chunks)
             self._account(now, len(members), sent + received)
         return flight
 
@@ -366,11 +376,9 @@ class Simulation:
             frozen.theta.append(before)
             frozen.x.append(x)
             if self.lowrank is None:
-                payload = bytes(self.codec.encode(x))
-                decoded = np.empty_like(x)
-                self.codec.decode(payload, len(x), decoded)
+                payload = self._packed(chunk, x, self.codec)
                 frozen.payloads.append(payload)
-                frozen.sent.append(decoded)
+                frozen.sent.append(self._unpacked(chunk, payload, self.codec))
             start = self.overlap.start(before, params, self.momentum[chunk], np.empty_like(x))
             if self.overlap.departs:
                 theta[:] = start
@@ -403,6 +411,7 @@ class Simulation:
             for number, peer in enumerate(self.peers):
                 if peer.alive:
                     self._apply(peer, chunk, index, old, flight.entered.get(number), number in arrived)
+        self._find_factors()
         for number, frozen in flight.entered.items():
             peer = self.peers[number]
             gone = 1.0 if number in arrived or self.scenario.left_out != "keep" else 0.0
@@ -461,12 +470,12 @@ class Simulation:
             return self._radial(part, contributions)
         means = []
         for index, chunk in enumerate(chunks):
-            total = np.zeros(chunk.stop - chunk.start, np.float32)
+            total = np.zeros(self._travelling(chunk), np.float32)
             for frozen in contributions:
                 self.codec.accumulate(frozen.payloads[index], frozen.weight, total)
             total /= np.float32(sum(weights))
             np.clip(total, -MAX_MAGNITUDE, MAX_MAGNITUDE, out=total)
-            means.append(self._through(total, self.averages)[0])
+            means.append(self._unpacked(chunk, bytes(self.averages.encode(total)), self.averages))
         return means
 
     def _radial(self, part: Part, contributions: list[_Frozen]) -> list[Floats]:
@@ -493,6 +502,25 @@ class Simulation:
             for piece, factor in zip(part.pieces(index), factors, strict=True):
                 means[index][piece.place] *= factor
         return means
+
+    def _travelling(self, chunk: slice) -> int:
+        """Values that travel of a chunk."""
+        if self.factors is None:
+            return int(chunk.stop - chunk.start)
+        return self.factors.size(self.places[chunk.start])
+
+    def _packed(self, chunk: slice, x: Floats, codec: Codec) -> bytes:
+        if self.factors is not None:
+            x = self.factors.project(self.places[chunk.start], x, self.momentum)
+        return bytes(codec.encode(np.ascontiguousarray(x)))
+
+    def _unpacked(self, chunk: slice, payload: bytes, codec: Codec) -> Floats:
+        out = np.empty(chunk.stop - chunk.start, np.float32)
+        values = out if self.factors is None else np.empty(self._travelling(chunk), np.float32)
+        codec.decode(payload, len(values), values)
+        if self.factors is not None:
+            self.factors.expand(self.places[chunk.start], values, self.momentum, out)
+        return out
 
     def _low_rank(self, contributions: list[_Frozen], flight: _Round) -> list[Floats]:
         """Matrices as factors, what does not gain by them whole. One fragment, in one piece."""

@@ -56,6 +56,7 @@ DERIVED = (
     ("state", "chunk"),
     ("state", "layers"),
     ("state", "embeddings"),
+    ("state", "columns"),
     ("state", "theta0"),
 )
 """Fields of a manifest that follow from others."""
@@ -236,6 +237,10 @@ def check_rows(rows: Iterable[Row]) -> None:
                 f"row {row.name!r}: fragments = {row.scenario.fragments} exceeds the model's {chunks} chunks; set it "
                 f"to at most {chunks}, or manifest.state.chunk lower"
             )
+        if row.scenario.rank and row.manifest.codec.name == "lowrank":
+            raise ConfigError(
+                f'row {row.name!r}: manifest.codec.name = "lowrank" sends factors by itself; leave scenario.rank out'
+            )
         experiment = {"fragments": row.scenario.fragments > 1, "rank": row.scenario.rank > 0}
         whole = {"fragments": rules.fragments > 1, "average": rules.average == "radial"}
         if any(whole.values()) and any(experiment.values()):
@@ -319,6 +324,9 @@ class Job:
             for section, name in LATER:
                 del manifest[section][name]
         del manifest["state"]["embeddings"]  # those of the model
+        del manifest["state"]["columns"]  # those of the model
+        if not manifest["codec"]["rank"]:
+            del manifest["codec"]["rank"]
         if manifest["outer"]["period"] == 1:
             del manifest["outer"]["period"]
         if manifest["round"]["stale"] == "keep":

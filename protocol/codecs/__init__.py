@@ -11,9 +11,10 @@ from .float16 import Float16
 from .float32 import Float32
 from .int4 import Int4
 from .int8 import Int8
+from .lowrank import LowRank
 from .sparse import Sparse
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), Float16(), Int8(), Int4(), Sparse())}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), Float16(), Int8(), Int4(), Sparse(), LowRank())}
 
 __all__ = [
     "CODECS",
@@ -24,6 +25,7 @@ __all__ = [
     "Float32",
     "Int4",
     "Int8",
+    "LowRank",
     "Sparse",
     "averages_codec",
     "get_codec",

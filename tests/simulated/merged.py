@@ -30,9 +30,10 @@ def weights(body: Body, manifest: Manifest) -> list[int]:
 def expected(body: Body, manifest: Manifest, x: list[np.ndarray | None]) -> list[tuple[np.ndarray, np.ndarray]]:
     """For each chunk the merged values, and for each of them the magnitude that the codec's error is a share of.
 
-    x: what each member brought, one element a model parameter; None for those who brought nothing.
+    x: what each member brought, as it travels (one element a model parameter, unless matrices travel as factors); None
+    for those who brought nothing.
     """
-    part = manifest.layout.fragment(body.fragment)
+    part = manifest.layout.wire(body.fragment)
     count, weight = len(body.seal.members), weights(body, manifest)
     radial = manifest.round.average == "radial"
     sizes = list(chain.from_iterable(manifest.state.layers)) if radial else []

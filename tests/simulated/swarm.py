@@ -13,6 +13,7 @@ from atoll.protocol.commits import contributed, members_in
 from atoll.protocol.disk import MemoryDisk
 from atoll.protocol.fragments import make_layout
 from atoll.protocol.identity import FastSigner, Signer
+from atoll.protocol.lowrank import Factors, LowRankLayout
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.messages import GENESIS, NO_DIGEST, Body, Commit, Head, better, hash_of
 from atoll.protocol.peer import Peer
@@ -29,7 +30,9 @@ from .merged import expected
 PARAMETERS, CHUNK = 1000, 128
 LAYERS = [[300], [40, 200], [60, 260], [140]]
 """Of a model of 1000 parameters that is cut into fragments."""
-CODEC_ERRORS = {"float32": 0.0, "float16": 0.002, "int8": 0.02, "int4": 0.35, "sparse": 1.5}
+COLUMNS = [15, 40, 10, 60, 10, 10]
+"""Of each of these tensors, where matrices travel as factors."""
+CODEC_ERRORS = {"float32": 0.0, "float16": 0.002, "int8": 0.02, "int4": 0.35, "sparse": 1.5, "lowrank": 0.4}
 """How far a mean may be off, as a share of its largest element: twice through the codec, and what sparse leaves out."""
 VOTE = b"atoll vote 1\0"
 
@@ -52,11 +55,17 @@ def manifest(*, parameters: int = PARAMETERS, **changes: Any) -> Manifest:
     }  # fmt: skip
     for section, values in changes.items():
         sections.setdefault(section, {}).update(values)
-    rules, state = sections["round"], sections["state"]
+    rules, state, codec = sections["round"], sections["state"], sections["codec"]
     fragments, packing = rules.get("fragments", 1), rules.get("packing", "balanced")
-    if fragments > 1 or rules.get("average") == "radial":
+    if codec["name"] == "lowrank":
+        codec.setdefault("rank", 2)
+        state.setdefault("columns", COLUMNS)
+    if fragments > 1 or codec["name"] == "lowrank" or rules.get("average") == "radial":
         state.setdefault("layers", LAYERS)
-    layout = make_layout(parameters, state["chunk"], state.get("layers", []), fragments, packing)
+    layout = make_layout(
+        parameters, state["chunk"], state.get("layers", []), fragments, packing, state.get("columns", []),
+        codec.get("rank", 0),
+    )  # fmt: skip
     digest = GlobalState.fresh(layout, start_params(parameters)).digest().hex()
     return Manifest.make("simulated", parameters=parameters, theta0=digest, **sections)
 
@@ -66,6 +75,7 @@ class Contribution:
     """What a peer brought into a roster, taken down when it was sealed."""
 
     x: np.ndarray
+    """As it travels, in the chunks of the fragment's wire."""
     units: tuple[range, ...]
 
     @property
@@ -306,6 +316,12 @@ class Swarm:
         residual = self.residual_of(life)
         if residual is not None:
             x = x + residual
+        if isinstance(self.layout, LowRankLayout):
+            factors, fragment = Factors(self.layout), fields["fragment"]
+            places = [self.layout.place(fragment, i) for i in range(self.layout.fragment(fragment).count)]
+            x = np.concatenate(
+                [factors.project(place, x[self.layout.span(place)], replica.state.momentum) for place in places]
+            )
         self.contributions[(name, fields["roster"])] = Contribution(x, units)
 
     def _hand_over(self, name: str, fields: dict[str, Any]) -> None:

@@ -203,7 +203,7 @@ def test_a_coordinator_that_seals_itself_too_heavy(tmp_path: Path, monkeypatch: 
     assert swarm.violations == []
 
 
-@pytest.mark.parametrize("codec", ["float16", "int8", "int4", "sparse"])
+@pytest.mark.parametrize("codec", ["float16", "int8", "int4", "sparse", "lowrank"])
 def test_a_void_round_gives_everything_back(codec: str) -> None:
     """Everybody is cut off from everybody in a round: it ends void. Residuals are as before the freeze, no sample is
     lost, and the next commit brings what the void one would have brought, and what was trained since."""

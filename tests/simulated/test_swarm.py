@@ -73,7 +73,7 @@ def test_hundreds_of_rounds() -> None:
     assert len(swarm.commits) == 201
 
 
-@pytest.mark.parametrize("codec", ["float32", "float16", "int8", "int4", "sparse"])
+@pytest.mark.parametrize("codec", ["float32", "float16", "int8", "int4", "sparse", "lowrank"])
 def test_the_average_is_the_mean_of_what_was_brought(codec: str) -> None:
     swarm = build(3, codec={"name": codec}, budget={"rounds": 6})
     run(swarm)  # Swarm checks every chunk of every commit

@@ -262,3 +262,21 @@ def test_data_parallel_is_one_optimizer_on_all_batches(text: str) -> None:
     two = final(manifest(text, inner={"batch": 2}), Scenario(method="data-parallel", peers=2))
     one = final(manifest(text, inner={"batch": 4}), Scenario(method="data-parallel", peers=1))
     assert np.abs(two - one).max() < 1e-5
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_the_codec_of_factors_is_the_protocol_s(text: str, fragments: int) -> None:
+    """A run of the manifest's own ``lowrank`` sends and receives its few values, and keeps what it does not send."""
+    found = {}
+    for codec in ("int4", "lowrank"):
+        section = {"name": "lowrank", "rank": 1} if codec == "lowrank" else {"name": codec}
+        run = new_manifest(
+            "compare", data=text, model=MODEL, inner={"batch": 2}, codec=codec, rounds=ROUNDS,
+            round={"inner_steps": STEPS, "quorum": 1, "fragments": fragments},
+        )  # fmt: skip
+        run = run.replace(codec=section)
+        simulation = Simulation(run, Scenario(peers=2), 0, lambda done, total: None)
+        found[codec] = simulation.run()["bytes"]
+        residuals = [float(np.abs(peer.residual).max()) for peer in simulation.peers]
+        assert min(residuals) > 0
+    assert found["lowrank"] < 0.5 * found["int4"]

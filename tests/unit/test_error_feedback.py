@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from atoll.protocol.averaged import hash_chunk, pack, unpack
 from atoll.protocol.codecs import averages_codec, get_codec
 from atoll.protocol.commits import START, Position, bitmap, make_body
-from atoll.protocol.layout import ChunkLayout
+from atoll.protocol.lowrank import Factors, LowRankLayout
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.messages import Body, ChunkEntry, Member, Seal, hash_of
 from atoll.protocol.overlap import Merge, Overlap, move
@@ -26,8 +26,10 @@ from atoll.protocol.replica import Replica
 from atoll.protocol.state import GlobalState
 
 SIZE, CHUNK, PEERS = 700, 256, 3
-LOSSY = ["float16", "int8", "int4", "sparse"]
-MEAN_ERROR = {"float32": 2**-20, "float16": 2**-10, "int8": 0.51 / 127, "int4": 19.8 / 127}
+LOSSY = ["float16", "int8", "int4", "sparse", "lowrank"]
+SHAPES = {"layers": [[240], [20, 220], [220]], "columns": [15, 20, 10, 10]}
+"""Of a model that is three chunks too where matrices travel as factors."""
+MEAN_ERROR = {"float32": 2**-20, "float16": 2**-10, "int8": 0.51 / 127, "int4": 19.8 / 127, "lowrank": 19.8 / 127}
 """How far a decoded average may be from what was averaged, as a share of the largest magnitude near it."""
 
 
@@ -57,12 +59,14 @@ class Trainer:
 
 class Group:
     def __init__(self, codec: str, beta: float) -> None:
-        self.layout = ChunkLayout(SIZE, CHUNK)
-        start = GlobalState.fresh(self.layout, np.linspace(-1, 1, SIZE, dtype=np.float32))
+        shapes, rank = (SHAPES, {"rank": 2}) if codec == "lowrank" else ({}, {})
         self.manifest = Manifest.make(
-            "feedback", parameters=SIZE, theta0=start.digest().hex(), state={"chunk": CHUNK},
-            codec={"name": codec, "error_feedback": beta}, outer={"optimizer": "nesterov", "lr": 0.5, "momentum": 0.5},
+            "feedback", parameters=SIZE, theta0="0" * 64, state={"chunk": CHUNK, **shapes},
+            codec={"name": codec, "error_feedback": beta, **rank},
+            outer={"optimizer": "nesterov", "lr": 0.5, "momentum": 0.5},
         )  # fmt: skip
+        self.layout = self.manifest.layout
+        start = GlobalState.fresh(self.layout, np.linspace(-1, 1, SIZE, dtype=np.float32))
         self.codec, self.averages = get_codec(codec), averages_codec(codec)
         self.position: Position = START
         self.peers = []
@@ -71,18 +75,33 @@ class Group:
             replica = Replica(self.manifest, self.layout, self.codec, start.copy(), residual=residual)
             self.peers.append(Trainer(replica, replica.params.copy()))
 
-    def decoded(self, index: int, payload: bytes | bytearray | memoryview) -> np.ndarray:
-        out = np.empty(self.layout.size(index), np.float32)
+    def travelled(self, index: int, payload: bytes | bytearray | memoryview) -> np.ndarray:
+        out = np.empty(self.layout.wire(0).size(index), np.float32)
         self.codec.decode(payload, len(out), out)
+        return out
+
+    def encoded(self, index: int, x: np.ndarray, me: int) -> bytes:
+        if isinstance(self.layout, LowRankLayout):
+            x = Factors(self.layout).project(index, x, self.peers[me].replica.state.momentum)
+        return bytes(self.codec.encode(x))
+
+    def decoded(self, index: int, payload: bytes | bytearray | memoryview, me: int) -> np.ndarray:
+        """The elements of a chunk, at the head of that peer."""
+        values = self.travelled(index, payload)
+        if not isinstance(self.layout, LowRankLayout):
+            return values
+        out = np.empty(self.layout.size(index), np.float32)
+        Factors(self.layout).expand(index, values, self.peers[me].replica.state.momentum, out)
         return out
 
     def average(self, index: int, inside: list[int], weights: list[int]) -> bytes:
         """A reducer's work, checked against the exact mean of what was decoded."""
-        total, exact = np.zeros(self.layout.size(index), np.float32), np.zeros(self.layout.size(index))
+        size = self.layout.wire(0).size(index)
+        total, exact = np.zeros(size, np.float32), np.zeros(size)
         for i in inside:
             sent = self.peers[i].replica.encode(index, self.peers[i].theta)
             self.codec.accumulate(sent, float(weights[i]), total)
-            exact += weights[i] * self.decoded(index, sent).astype(np.float64)
+            exact += weights[i] * self.travelled(index, sent).astype(np.float64)
         weight = sum(weights[i] for i in inside)
         if not inside:
             return pack(index, bitmap([], PEERS), 0, b"")
@@ -139,7 +158,7 @@ def checked(group: Group, me: int, masks: list[int]) -> Iterator[None]:
     replica, frozen = peer.replica, peer.theta.copy()
     before = None if replica.residual is None else replica.residual.copy()
     x = [replica.contribution(index, frozen) for index in range(layout.count)]
-    sent = [group.decoded(index, group.codec.encode(x[index])) for index in range(layout.count)]
+    sent = [group.decoded(index, group.encoded(index, x[index], me), me) for index in range(layout.count)]
     yield
     for index in range(layout.count):
         span, mine = layout.span(index), bool(masks[index] >> me & 1)

@@ -264,3 +264,25 @@ def test_other_rules_of_rounds(corpus: Path, tmp_path: Path, capsys: pytest.Capt
         assert expected in capsys.readouterr().err
     assert run([*new, "--by", "tokens", "--every", "1"]) == 3
     assert "the nearest is 2" in capsys.readouterr().err
+
+
+def test_what_factors_need_is_filled_in(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, key = tmp_path / "run.toml", tmp_path / "owner.key"
+    assert run(["manifest", "new", "-o", str(path), "--data", str(corpus), "--codec", "lowrank", "--rank", "4"]) == 0
+    manifest = Manifest.load(path)
+    assert (manifest.codec.rank, manifest.codec.error_feedback) == (4, 0.9)
+    assert sum(map(len, manifest.state.layers)) == len(manifest.state.columns)
+    assert manifest.state.chunk == 1 << 16  # the largest matrix of the demonstration has 49,152 elements
+    verify(manifest)
+    assert run(["manifest", "sign", str(path), "--key", str(key)]) == 0
+    assert Manifest.load(path).state.columns == manifest.state.columns
+    capsys.readouterr()
+    text = path.read_text().replace("rank = 4", "rank = 99")
+    path.write_text(text)
+    assert run(["manifest", "check", str(path)]) == 3
+    assert "the most is 40" in capsys.readouterr().err
+    other = new_manifest("other", data=corpus, codec="lowrank", model=SMALL)
+    assert other.codec.rank == 7  # the most by which its embedding gains
+    wrong = other.replace(state={"columns": [n if n != 24 else 12 for n in other.state.columns]})
+    with pytest.raises(ManifestError, match=r"state\.columns: these are not the model's"):
+        verify(wrong)
