@@ -27,7 +27,10 @@ Floats = NDArray[np.float32]
 SUPPORTED = ("int8", "int4", "float16", "float32")
 """As :data:`.codecs_torch.SUPPORTED`, known without importing torch."""
 ENCODE_TIMEOUT = 30.0
-"""Seconds for encoding a fragment beside training; a child that takes longer hangs, and is ended."""
+"""Seconds for encoding a fragment beside training, and those of ``SLOWEST``; a child that takes longer hangs, and is
+ended."""
+SLOWEST = 5e6
+"""Parameters a second that any device encodes, or takes over with a commit: a core or two that others use as well."""
 READ_TIMEOUT = 10.0
 """Seconds for one window full of what goes to the disk."""
 
@@ -97,7 +100,8 @@ class TrainerEncoder(protocol.Encoder):
         freeze, life = trainer._froze
         if life != trainer.life:
             raise ResourceError("the trainer has died since it was frozen")
-        answer = await self._serve(Encode(trainer._number(), freeze, fragment), ENCODE_TIMEOUT)
+        limit = ENCODE_TIMEOUT + self._layout.fragment(fragment).parameters / SLOWEST
+        answer = await self._serve(Encode(trainer._number(), freeze, fragment), limit)
         assert isinstance(answer, Encoded)
         if answer.failed:
             # Without it the peer would have nothing to bring, round after round.
@@ -137,7 +141,7 @@ class TrainerEncoder(protocol.Encoder):
             outcome.rule.alpha, outcome.commit_id.hex(), spent, order.of, outer_step, until,
         )  # fmt: skip
         try:
-            answer = await trainer._ask(message)
+            answer = await trainer._ask(message, self._layout.fragment(outcome.fragment).parameters / SLOWEST)
         except ResourceError:
             trainer._training = False
             raise
@@ -191,7 +195,8 @@ class TrainerEncoder(protocol.Encoder):
 
     async def _place(self, what: Literal["params", "theta", "residual"], values: Floats, commit_id: bytes) -> None:
         await self._write(values, [slice(0, len(values))])
-        await self._trainer._ask(Place(self._trainer._number(), what, commit_id.hex()))
+        order = Place(self._trainer._number(), what, commit_id.hex())
+        await self._trainer._ask(order, len(values) / SLOWEST)
 
     async def _write(self, values: Floats, parts: Sequence[slice]) -> None:
         """Into what the next child would begin with."""

@@ -386,22 +386,24 @@ class TrainerProcess(Island):
         self._orders += 1
         return self._orders
 
-    async def _ask(self, order: Freeze | Move | Commit | Place) -> Answer:
+    async def _ask(self, order: Freeze | Move | Commit | Place, more: float = 0.0) -> Answer:
         """Send, and wait for the answer. Raises :class:`ResourceError` when there is no child, it dies, or it does not
-        answer in time: then it is ended."""
+        answer in time: then it is ended. more: seconds that it may take beyond what a freeze may."""
         if self._failure is not None:
             raise _gone(self._failure)
         counters = self._memory.read()
         step = counters.step_time
         running = time.monotonic() - counters.begun if counters.begun else 0.0
         limit = FREEZE_TIMEOUT + FREEZE_STEPS * step if step else max(FIRST_STEP_TIMEOUT, FREEZE_TIMEOUT + running)
+        limit += more
         self._answer, self._asked = asyncio.get_running_loop().create_future(), order.number
         self._tell(order)
         try:
             return await asyncio.wait_for(asyncio.shield(self._answer), limit)
         except TimeoutError:
             error = ResourceError(
-                f"the trainer did not answer a freeze within {limit:.0f} s (a step takes {step:.2f} s); "
+                f"the trainer did not answer a {type(order).__name__.lower()} within {limit:.0f} s (a step takes "
+                f"{step:.2f} s); "
                 "it was ended and is being started again"
             )
             self._end_child(error)
