@@ -49,6 +49,8 @@ def coding_of(manifest: Manifest, encode: str, device: str) -> tuple[Coding | No
         why = f"the codec {codec.name} is only encoded on the host ({', '.join(SUPPORTED)} are on both)"
     elif rules.overlap and rules.merge in ("eager", "delay"):
         why = f'with round.merge = "{rules.merge}" training goes on from a point that only the host knows'
+    elif rules.fragments > 1 and rules.overlap * rules.fragments > rules.inner_steps:
+        why = "several rounds may be in flight at once, and a device keeps what one of them froze"
     if why and encode == "device":
         raise ConfigError(f"--encode device: {why}; use --encode auto or host")
     if why:

@@ -300,8 +300,13 @@ def test_what_is_saved_comes_back() -> None:
     assert lossless.device.read("residual", 0, torch.zeros(10)) == "", "there is none"
 
 
+CUT: dict[str, Any] = {"state": {"chunk": CHUNK, "layers": LAYERS}}
+
+
 def manifest(**sections: Any) -> Manifest:
-    return Manifest.make("run", parameters=PARAMETERS, theta0="0" * 64, state={"chunk": CHUNK}, **sections)
+    return Manifest.make(
+        "run", parameters=PARAMETERS, theta0="0" * 64, **({"state": {"chunk": CHUNK}} | sections)
+    )  # fmt: skip
 
 
 def test_where_a_node_encodes() -> None:
@@ -326,3 +331,10 @@ def test_where_a_node_encodes() -> None:
         assert reason in why
         with pytest.raises(ConfigError, match=reason):
             coding_of(manifest(**sections), "device", "cuda")
+    # Of two fragments one has a round every six steps.
+    several = manifest(round={"inner_steps": 12, "fragments": 2, "overlap": 6}, **CUT)
+    assert coding_of(several, "auto", "cuda")[0] is not None
+    more = several.model_copy(update={"round": several.round.model_copy(update={"overlap": 7})})
+    coding, why = coding_of(more, "auto", "cuda")
+    assert coding is None
+    assert "in flight" in why
