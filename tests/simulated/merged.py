@@ -76,11 +76,19 @@ def expected(body: Body, manifest: Manifest, x: list[np.ndarray | None]) -> list
             if (index, tensor) in radii:
                 a, b = max(starts[tensor], span.start), min(starts[tensor] + size, span.stop)
                 squares[tensor] = squares.get(tensor, 0.0) + float(np.sum(mean[a - span.start : b - span.start] ** 2))
+    places: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
     for (index, tensor), radius in radii.items():
         span = part.span(index)
         a, b = max(starts[tensor], span.start), min(starts[tensor] + sizes[tensor], span.stop)
         share = np.sqrt(present[tensor] / sizes[tensor])
         factor = radius * share / max(np.sqrt(squares[tensor]), share / 64)
-        for array in (directions[index], bounds[index]):
-            array[a - span.start : b - span.start] *= factor
+        piece = slice(a - span.start, b - span.start)
+        places.setdefault(tensor, []).append((directions[index][piece], bounds[index][piece]))
+        for array in places[tensor][-1]:
+            array *= factor
+    for pieces in places.values():
+        # What is off in any of its values is off in the length of a direction, and that in all of them.
+        length, off = (np.sqrt(sum(float(np.sum(piece[k] ** 2)) for piece in pieces)) for k in (0, 1))
+        for merged, bound in pieces:
+            bound += 2 * np.abs(merged) * (off / length if length else 0.0)
     return list(zip(directions, bounds, strict=True))

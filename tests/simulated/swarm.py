@@ -395,9 +395,7 @@ class Swarm:
         for index, (mean, (merged, magnitude)) in enumerate(zip(means, wanted, strict=True)):
             if mean is None:
                 continue
-            # Norms are of what came through the codec, too.
-            radial = self.manifest.round.average == "radial"
-            allowed = share * (magnitude + 2 * np.abs(merged) * radial) + 1e-5
+            allowed = share * magnitude + 1e-5
             error = np.abs(mean - merged)
             if (error > allowed).any():
                 worst = int(np.argmax(error / allowed))
