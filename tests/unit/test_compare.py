@@ -30,6 +30,7 @@ from atoll.protocol.manifest import Manifest
 from atoll.protocol.theta0 import TensorSpec
 
 Floats = NDArray[np.float32]
+RECORDED = Path(__file__).parents[2] / "docs/learning/results.jsonl"
 SMALL = {"width": 16, "layers": 1, "heads": 2, "kv_heads": 2, "ffn": 32, "context": 32}
 
 
@@ -208,6 +209,22 @@ def test_studies_that_cannot_be_are_refused_by_name(
     with pytest.raises(ConfigError, match=message) as error:
         read_study(path, manifest, {"peers": 4})
     assert str(path) in str(error.value)
+
+
+@pytest.mark.skipif(not RECORDED.exists(), reason="the documents are not beside the tests")
+@pytest.mark.parametrize(
+    ("row", "rules"), [("int8", {}), ("carry, τ = 1", {}), ("speeds 1:1:2:4, equal weights", {"weights": "equal"})]
+)
+def test_results_of_before_are_found(row: str, rules: dict[str, Any]) -> None:
+    """A field that a manifest did not have then changes no key where it has its usual value; weights and averages,
+    which were circumstances, are looked for as such."""
+    lines = [json.loads(line) for line in RECORDED.read_text().splitlines()]
+    record = next(r for r in reversed(lines) if r["row"] == row and "period" in r["manifest"]["outer"])
+    told = record["manifest"] | {"name": "recorded", "access": {"admit": "open", "peers": []}}
+    then = Manifest.from_dict(told | {"round": told["round"] | rules})
+    scenario = {k: v for k, v in record["scenario"].items() if k not in ("weights", "average")}
+    job = Job(Row(row, then, Scenario.of(scenario, row)), record["seed"], then)
+    assert job.key("") == record["subject"]
 
 
 def test_what_was_set_by_hand_stays(manifest: Manifest) -> None:

@@ -321,6 +321,28 @@ def test_a_reducer_sees_whether_the_norms_are_true(factor: float, words: str) ->
         bring()
 
 
+@pytest.mark.parametrize("codec", ["float32", "int8", "sparse"])
+@given(st.integers(0, 5), st.integers(0, 600), st.binary(max_size=8), st.integers(-9, 9))
+@settings(max_examples=100, deadline=None)
+def test_a_damaged_contribution_is_refused_or_bounded(
+    codec: str, index: int, at: int, damage: bytes, longer: int
+) -> None:
+    """Whatever comes: refused, with nothing added, or a direction of length 1 at most for each tensor."""
+    manifest, (x,) = merging(codec), contributions(10, 1)
+    replica = Replica(manifest, manifest.layout, get_codec(codec), GlobalState.fresh(manifest.layout, 0 * x))
+    data = bytearray(replica.sender(-x)(index))
+    data[at % len(data) : at % len(data) + len(damage)] = damage
+    data = data[: len(data) + longer] if longer < 0 else data + bytes(longer)
+    part, into = manifest.merging.part, np.zeros(manifest.layout.size(index), np.float32)
+    assert part is not None
+    try:
+        Directions(part, get_codec(codec)).add(0, index, bytes(data), 2.0**53, into)
+    except PeerMisbehaved:
+        assert not into.any()
+    for piece in part.pieces(index):
+        assert np.sqrt(squares(into[piece.place])) <= 2.0**53 * 1.01
+
+
 def test_of_half_a_tensor_a_reducer_sees_half() -> None:
     """Tensor 2 lies in chunks 1 to 3; who reduces chunk 2 alone refuses what is longer than the whole may be."""
     manifest, (x,) = merging(), contributions(9, 1)
