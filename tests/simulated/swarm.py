@@ -337,7 +337,8 @@ class Swarm:
         upto = life.entered[roster]
         if self.manifest.round.merge == "overwrite" and "stopped" in fields:
             upto = life.island.count
-        life.handed[fragment] += round((upto - life.handed[fragment]) * share)
+        # A trainer that died of this very commit has lost what it had made since, for all fragments.
+        life.handed[fragment] += max(round((upto - life.handed[fragment]) * share), 0)
         if share == 1:
             life.partial.pop(fragment, None)
         else:
