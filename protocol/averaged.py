@@ -88,7 +88,7 @@ def check_all(
     if len(chunks) != len(body.chunks):
         raise PeerMisbehaved(f"{len(chunks)} chunks for a body of {len(body.chunks)}")
     found = []
-    wire, merging = layout.wire(body.fragment), merging.of(body.fragment)
+    wire, merging = layout.wire(body.fragment, body.seal.rank), merging.of(body.fragment)
     for index, (data, entry) in enumerate(zip(chunks, body.chunks, strict=True)):
         averaged = check(data, index, body.seal.members, codec, wire.size(index), merging)
         if averaged.contributors != entry.contributors:

@@ -10,7 +10,7 @@ from .control import Ballot, Enter
 from .deadline import deadline_seconds
 from .layout import ChunkLayout
 from .manifest import Manifest
-from .messages import Head, Member, Seal, hash_of
+from .messages import Head, Limit, Member, Seal, hash_of
 from .parts import split_parts
 from .transport import PeerId
 
@@ -64,16 +64,17 @@ def unite(ballots: Iterable[Ballot]) -> list[Ballot]:
 
 def make_seal(
     calling: Calling, own: Member, *, coordinator: PeerId, manifest: Manifest, layout: ChunkLayout,
-    unfit: Collection[PeerId] = (), leases: bool = False,
+    unfit: Collection[PeerId] = (), leases: bool = False, rank: int = 0,
 ) -> Seal:  # fmt: skip
     """The roster of those who entered, the own included, for the fragment that is due: most uncommitted tokens first
     when there are too many.
 
-    unfit: members that get no part to reduce, since they failed at one on this base.
+    unfit: members that get no part to reduce, since they failed at one on this base. rank: of the factors, where the
+    manifest's is estimated anew.
     """
     cap = 0 if leases else manifest.round.weight_cap
     fragment = layout.due(calling.base.outer_step)
-    wire = layout.wire(fragment)
+    wire = layout.wire(fragment, rank)
     able = [m for m in calling.entered.values() if m.weight <= cap and manifest.admits(m.peer)]
     able.sort(key=lambda member: (-member.weight, member.peer))
     members = sorted([own, *able[: manifest.round.max_group - 1]], key=lambda member: member.peer)
@@ -81,6 +82,7 @@ def make_seal(
     fit = [(m.reachable and m.peer not in unfit, m.upload, m.download) for m in members]
     if not any(reachable for reachable, _, _ in fit):
         fit = [(m.peer == coordinator, m.upload, m.download) for m in members]
+    deadline = deadline_seconds(members, wire, manifest.codec.name, manifest.round.silence)
     return Seal(
         run=manifest.run_id,
         round=calling.round,
@@ -91,5 +93,5 @@ def make_seal(
         members=members,
         parts=split_parts(fit, wire.count) if weighed else [],
         leases=leases,
-        deadline=deadline_seconds(members, wire, manifest.codec.name, manifest.round.silence),
+        limit=Limit(deadline, rank) if rank else deadline,
     )

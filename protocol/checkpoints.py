@@ -49,6 +49,8 @@ class Meta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk: int
     digest: str
     hashes: str
+    rank: int | msgspec.UnsetType = msgspec.UNSET
+    """Of the round that led here, in a run that re-estimates it."""
     check: str = ""
     """BLAKE3 over this file with ``check`` empty."""
 
@@ -132,7 +134,7 @@ class Checkpoints:
             raise CheckpointError(f"its state has {self._disk.size(state)} bytes")
         if self._disk.read(state, 0, len(front)) != front:
             raise CheckpointError("its state begins with another header")
-        return Checkpoint(Position(head, meta.cursor, meta.tokens), digest, hashes, state, len(front))
+        return Checkpoint(Position(head, meta.cursor, meta.tokens, meta.rank or 0), digest, hashes, state, len(front))
 
     def save(self, position: Position, state: GlobalState) -> Checkpoint:
         """Write the state at a commit, atomically and durably. Writing the same one again changes nothing.
@@ -180,6 +182,7 @@ class Checkpoints:
                 chunk=self._layout.chunk,
                 digest=digest.hex(),
                 hashes=hashes.hex(),
+                rank=position.rank or msgspec.UNSET,
             )
         )
 

@@ -34,6 +34,8 @@ class Position(msgspec.Struct, array_like=True, frozen=True):
     head: Head
     cursor: int
     tokens: int
+    rank: int = 0
+    """Of the round that led here; 0: the manifest's, or not known."""
 
 
 START = Position(GENESIS, 0, 0)
@@ -42,7 +44,18 @@ START = Position(GENESIS, 0, 0)
 
 def position_of(body: Body, commit_id: bytes) -> Position:
     """The position that a commit makes."""
-    return Position(head_of(body, commit_id), body.cursor, body.tokens)
+    return Position(head_of(body, commit_id), body.cursor, body.tokens, body.seal.rank)
+
+
+def rank_before(seal: Seal, manifest: Manifest, layout: ChunkLayout) -> int:
+    """The rank of the round before, as far as it follows from this one's: 0 where it was estimated anew between."""
+    return 0 if estimates(seal.base.outer_step, manifest, layout) else seal.rank
+
+
+def estimates(outer_step: int, manifest: Manifest, layout: ChunkLayout) -> bool:
+    """Whether after so many outer steps the rank is estimated anew: every ``codec.window`` steps of each fragment."""
+    window = manifest.codec.window * layout.fragments
+    return window > 0 and outer_step % window == 0
 
 
 def majority(members: int) -> int:
@@ -155,7 +168,9 @@ def check_seal(seal: Seal, manifest: Manifest, layout: ChunkLayout) -> None:
         raise PeerMisbehaved("a coordinator outside its roster", seal.coordinator)
     if seal.leases and any(member.weight for member in seal.members):
         raise PeerMisbehaved("a weight in a roster for leases alone", seal.coordinator)
-    wire = layout.wire(seal.fragment)
+    if bool(seal.rank) != bool(manifest.codec.window) or seal.rank > manifest.codec.rank:
+        raise PeerMisbehaved(f"a rank of {seal.rank} where the manifest allows none such", seal.coordinator)
+    wire = layout.wire(seal.fragment, seal.rank)
     deadline = deadline_seconds(seal.members, wire, manifest.codec.name, manifest.round.silence)
     if not 0.99 * deadline <= seal.deadline <= 1.01 * deadline:
         raise PeerMisbehaved(f"a deadline of {seal.deadline:.1f} s where {deadline:.1f} s follow", seal.coordinator)
@@ -194,6 +209,11 @@ def check_child(body: Body, parent: Position, manifest: Manifest, layout: ChunkL
     """Raise :class:`PeerMisbehaved` unless the body follows from ``parent`` (state digest apart)."""
     if body.seal.base != parent.head:
         raise PeerMisbehaved("a body whose base is not the parent", body.seal.coordinator)
+    kept = not estimates(parent.head.outer_step, manifest, layout)
+    if kept and parent.rank and body.seal.rank != parent.rank:
+        raise PeerMisbehaved(
+            f"rank {body.seal.rank} after {parent.rank}, and no estimate between", body.seal.coordinator
+        )
     leases, cursor = grant_leases(body.seal, parent.cursor, manifest.round.max_lease)
     tokens = parent.tokens + averaged_tokens(body.seal, body.chunks, layout)
     if (body.leases, body.cursor, body.tokens) != (leases, cursor, tokens):

@@ -22,7 +22,7 @@ from .anchoring import Guide
 from .averaged import size_limit
 from .checkpoints import blob_span, digest_of, split
 from .codecs import averages_codec, get_codec
-from .commits import START, Position, averaged_tokens, check_body, check_child, position_of, verify_commit
+from .commits import START, Position, averaged_tokens, check_body, check_child, position_of, rank_before, verify_commit
 from .disk import Buffer
 from .errors import Fault, NetworkDown, PeerMisbehaved, PeerUnreachable, TransportError, fault_of
 from .identity import Signer
@@ -399,7 +399,7 @@ class Fetcher:
         tokens = body.tokens - averaged_tokens(body.seal, body.chunks, self._layout)
         if cursor < 0 or tokens < 0:
             raise PeerMisbehaved("a body whose cursor or tokens are less than its own share")
-        return Position(body.seal.base, cursor, tokens)
+        return Position(body.seal.base, cursor, tokens, rank_before(body.seal, self._manifest, self._layout))
 
     async def _start(self, child: Body, donors: Sequence[PeerId]) -> Start | None:
         """The hashes of a checkpoint, from the first donor whose hashes make the digest that the child attests."""
@@ -450,7 +450,7 @@ class Fetcher:
         """All averaged chunks of a body, verified by hash. Raises :class:`TransportError` when no donor is left."""
         found: dict[int, bytes] = {}
         pieces = []
-        part = self._layout.wire(body.fragment)
+        part = self._layout.wire(body.fragment, body.seal.rank)
         for index, entry in enumerate(body.chunks):
             here = await self._transport.offload(have, entry.hash)
             if here is not None:

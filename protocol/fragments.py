@@ -134,7 +134,9 @@ class Accounts:
     """
 
     def __init__(self, layout: ChunkLayout, inner_steps: int) -> None:
-        self._layout, self._inner_steps = layout, inner_steps
+        self._layout = layout
+        self.inner_steps = inner_steps
+        """H, as it is in force."""
         self.clear(0)
 
     def clear(self, due: int) -> None:
@@ -142,7 +144,7 @@ class Accounts:
         count = self._layout.fragments
         self._more = [_Counts() for _ in range(count)]
         self._ages = [0] * count
-        self._early = [early(fragment, due, count, self._inner_steps) for fragment in range(count)]
+        self._early = [early(fragment, due, count, self.inner_steps) for fragment in range(count)]
 
     def progress(self, of: Progress, fragment: int) -> Progress:
         """The island's progress, as it counts for one fragment."""
@@ -164,7 +166,7 @@ class Accounts:
     def wanting(self, of: Progress, fragment: int) -> int:
         """Inner steps until this peer has done its part for a round of that fragment: H since its last contribution,
         and fewer for the first."""
-        return max(self._inner_steps - self._early[fragment] - self.progress(of, fragment).steps, 0)
+        return max(self.inner_steps - self._early[fragment] - self.progress(of, fragment).steps, 0)
 
     def age(self, fragment: int) -> int:
         """Rounds of a fragment that have missed what this peer has for it (:mod:`.stale`)."""

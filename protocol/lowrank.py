@@ -30,6 +30,7 @@ from .codecs.base import LIMIT_BITS
 from .errors import NonFinite
 from .kernels import frozen, subnormals_on, table
 from .layout import ChunkLayout, Chunks, FragmentedLayout
+from .state import spread
 from .theta0 import TensorSpec, fill
 
 Floats = NDArray[np.float32]
@@ -152,27 +153,63 @@ def directions(parts: Sequence[Segment], momentum: Floats) -> list[Both | None]:
     momentum: float32, of the elements of the chunk.
     """
     subnormals_on()
-    found: list[Both | None] = []
-    for part in parts:
-        piece, rank = part.piece, part.rank
-        if not rank:
-            found.append(None)
-            continue
-        matrix = frozen(momentum[piece.at : piece.at + piece.size])
-        by_chance = [
-            fill_normal(2 * piece.number + side, rank * length)
-            for side, length in enumerate((piece.columns, piece.rows))
-        ]
-        left, right = np.empty(rank * piece.rows, np.float32), np.empty(rank * piece.columns, np.float32)
-        lines, other = by_chance[0], np.empty_like(left)
-        for _ in range(2):
-            table().matrix_times(matrix, frozen(turned(lines, rank)), rank, other)
-            table().orthonormal(frozen(other), frozen(by_chance[1]), rank, left)
-            table().times_matrix(frozen(left), matrix, rank, right)
-            lines = np.empty_like(right)
-            table().orthonormal(frozen(right), frozen(by_chance[0]), rank, lines)
-        found.append((frozen(left), frozen(lines)))
-    return found
+    return [_found(part, momentum)[0] if part.rank else None for part in parts]
+
+
+def _found(part: Segment, momentum: Floats) -> tuple[Both, Floats]:
+    """U and Q of a piece that is split, and U·B [r, columns]."""
+    piece, rank = part.piece, part.rank
+    matrix = frozen(momentum[piece.at : piece.at + piece.size])
+    by_chance = [
+        fill_normal(2 * piece.number + side, rank * length) for side, length in enumerate((piece.columns, piece.rows))
+    ]
+    left, right = np.empty(rank * piece.rows, np.float32), np.empty(rank * piece.columns, np.float32)
+    lines, other = by_chance[0], np.empty_like(left)
+    for _ in range(2):
+        table().matrix_times(matrix, frozen(turned(lines, rank)), rank, other)
+        table().orthonormal(frozen(other), frozen(by_chance[1]), rank, left)
+        table().times_matrix(frozen(left), matrix, rank, right)
+        lines = np.empty_like(right)
+        table().orthonormal(frozen(right), frozen(by_chance[0]), rank, lines)
+    return (frozen(left), frozen(lines)), right
+
+
+def estimate(layout: LowRankLayout, momentum: Floats, kept: float) -> int:
+    """The rank for the rounds to come: the smallest at which the directions of the momentum's left side hold at least
+    the share ``kept`` of its energy, over all pieces that are split at the layout's rank; at most that rank.
+
+    DiLoCoX (arXiv 2506.21263) re-estimates the rank over a window of rounds; the momentum is one, of 1 / (1 − μ)
+    rounds. It is the same for all who hold the state: float64 in a fixed order. Takes as long as all directions do.
+    """
+    subnormals_on()
+
+    def one(place: int) -> list[tuple[float, list[float]]]:
+        start = layout.span(place)
+        energies = []
+        for part in segments(layout.pieces[place], layout.rank):
+            if part.rank:
+                own = momentum[start][part.piece.at : part.piece.at + part.piece.size]
+                _, lines = _found(part, momentum[start])
+                energies.append((_energy(own), [_energy(line) for line in lines.reshape(part.rank, -1)]))
+        return energies
+
+    found = [energies for place in spread(one, range(layout.count), 4 * layout.chunk) for energies in place]
+    total = 0.0
+    for whole, _ in found:
+        total += whole
+    held = 0.0
+    for rank in range(1, layout.rank):
+        for _, lines in found:
+            held += lines[rank - 1]
+        if total > 0 and held >= kept * total:
+            return rank
+    return layout.rank
+
+
+def _energy(values: Floats) -> float:
+    """The squares added one after the other, in order."""
+    wide = values.astype(np.float64)
+    return float(np.add.accumulate(wide * wide)[-1])
 
 
 def fill_normal(number: int, size: int) -> Floats:
@@ -241,27 +278,27 @@ class Factors:
     by several threads; two that need the same directions at once both find them, and find the same.
     """
 
-    def __init__(self, layout: LowRankLayout, rank: int = 0) -> None:
+    def __init__(self, layout: LowRankLayout) -> None:
         self._layout = layout
-        self._rank = rank or layout.rank
-        self._found: dict[int, list[Both | None]] = {}
+        self._found: dict[tuple[int, int], list[Both | None]] = {}
 
-    def size(self, place: int) -> int:
-        """Values of chunk ``place`` (of all chunks) that travel."""
-        return segments(self._layout.pieces[place], self._rank)[-1].end
+    def size(self, place: int, rank: int = 0) -> int:
+        """Values of chunk ``place`` (of all chunks) that travel. rank: the layout's, unless told."""
+        return segments(self._layout.pieces[place], rank or self._layout.rank)[-1].end
 
-    def project(self, place: int, x: Floats, momentum: Floats) -> Floats:
+    def project(self, place: int, x: Floats, momentum: Floats, rank: int = 0) -> Floats:
         """The values of a chunk that travel. x: its elements; momentum: of the whole model."""
-        parts = segments(self._layout.pieces[place], self._rank)
+        parts = segments(self._layout.pieces[place], rank or self._layout.rank)
         return project(parts, self._directions(place, parts, momentum), x)
 
-    def expand(self, place: int, values: Floats, momentum: Floats, out: Floats) -> None:
+    def expand(self, place: int, values: Floats, momentum: Floats, out: Floats, rank: int = 0) -> None:
         """The opposite: write the chunk's elements into ``out``."""
-        parts = segments(self._layout.pieces[place], self._rank)
+        parts = segments(self._layout.pieces[place], rank or self._layout.rank)
         expand(parts, self._directions(place, parts, momentum), values, out)
 
     def _directions(self, place: int, parts: Sequence[Segment], momentum: Floats) -> list[Both | None]:
-        found = self._found.get(place)
+        key = (place, max(part.rank for part in parts))
+        found = self._found.get(key)
         if found is None:
-            found = self._found[place] = directions(parts, momentum[self._layout.span(place)])
+            found = self._found[key] = directions(parts, momentum[self._layout.span(place)])
         return found

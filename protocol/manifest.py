@@ -67,7 +67,10 @@ OPTIONAL: Mapping[tuple[str, str], Any] = MappingProxyType(
         ("round", "average"): "mean",
         ("round", "stale"): "keep",
         ("round", "max_age"): 0,
+        ("round", "least_steps"): 0,
         ("codec", "rank"): 0,
+        ("codec", "window"): 0,
+        ("codec", "kept"): 0,
         ("state", "embeddings"): (),
         ("state", "columns"): (),
     }
@@ -193,6 +196,10 @@ class RoundSection(_Section):
         'so many that are not averaged; "time", so long after the last outer step',
     )
     every: float = Field(default=0, ge=0, le=MAX_SAFE_INTEGER, description="those tokens, or seconds")
+    least_steps: int = Field(
+        default=0, ge=0, le=10**6,
+        description="H falls with the estimated rank (codec.window), in proportion, down to this; 0: H is inner_steps",
+    )  # fmt: skip
     quorum: int = Field(ge=1, le=MAX_MEMBERS, description="peers that must be ready before a group is called")
     max_group: int = Field(ge=1, le=MAX_MEMBERS, description="largest averaging group")
     silence: float = Field(ge=0.1, le=120, description="seconds of silence that count as death (T)")
@@ -241,6 +248,7 @@ class RoundSection(_Section):
             )
         problems += self._overlap_problems()
         problems += self._due_problems()
+        problems += self._least_problems()
         if self.max_age and self.stale != "drop":
             problems.append(
                 f'max_age = {self.max_age} with stale = "{self.stale}" does nothing; set it to 0, or stale to "drop"'
@@ -289,6 +297,20 @@ class RoundSection(_Section):
                 f"quorum to what a group of max_group can hand over by weight_cap; the nearest is {nearest}"
             )
         return problems
+
+    def _least_problems(self) -> list[str]:
+        least = self.least_steps
+        if least > self.inner_steps:
+            return [f"least_steps = {least} exceeds inner_steps = {self.inner_steps}; the most is {self.inner_steps}"]
+        if least and self.by != "steps":
+            return [f'least_steps = {least} with by = "{self.by}" does nothing; leave it out, or set by to "steps"']
+        needed = max(self.fragments, self.overlap * self.fragments)
+        if 0 < least < needed:
+            return [
+                f"least_steps = {least} leaves fragments = {self.fragments} rounds with overlap = {self.overlap} no "
+                f"room; the least is {needed}"
+            ]
+        return []
 
     def _overlap_problems(self) -> list[str]:
         steps, overlap, fragments = self.inner_steps, self.overlap, self.fragments
@@ -364,6 +386,13 @@ class CodecSection(_Section):
         "(matrices as factors)"
     )
     rank: int = Field(default=0, ge=0, le=MAX_RANK, description='rank of the factors of "lowrank"; 0 with the others')
+    window: int = Field(
+        default=0, ge=0, le=10**6,
+        description="outer steps of a fragment after which the rank is estimated anew, at most rank; 0: never",
+    )  # fmt: skip
+    kept: float = Field(
+        default=0.0, ge=0, lt=1, description="share of the outer momentum's energy that the estimated rank must hold"
+    )
     error_feedback: float = Field(
         ge=0, le=1, description="share of the packing error that is carried to the next round; 0: none"
     )
@@ -380,6 +409,15 @@ class CodecSection(_Section):
             )
         if self.name == "lowrank" and self.rank == 0:
             problems.append('name = "lowrank" needs a rank; set rank to 1 or more')
+        if self.window and self.name != "lowrank":
+            problems.append(
+                f'window = {self.window} with name = "{self.name}", which has no rank to estimate; leave it out, or '
+                'set name to "lowrank"'
+            )
+        if self.window and not self.kept:
+            problems.append(f"window = {self.window} needs kept, a share between 0 and 1; set kept to 0.9")
+        if self.kept and not self.window:
+            problems.append(f"kept = {self.kept} without window does nothing; leave it out, or set window to 10")
         if self.name != "lowrank" and self.rank:
             problems.append(
                 f'rank = {self.rank} with name = "{self.name}" does nothing; leave it out, or set name to "lowrank"'
@@ -548,10 +586,22 @@ class Manifest(_Section):
     def _check_rank(self) -> None:
         """Whether matrices can travel as factors, if they are to."""
         codec, state = self.codec, self.state
+        if self.round.least_steps and not codec.window:
+            raise ValueError(
+                f"round.least_steps = {self.round.least_steps} without codec.window does nothing; leave it out, or let "
+                'the rank of codec.name = "lowrank" be estimated anew with codec.window = 10 and codec.kept = 0.9'
+            )
         if codec.name != "lowrank":
             if state.columns:
                 raise ValueError(f'state.columns with codec.name = "{codec.name}" does nothing; leave it out')
             return
+        rules = self.round
+        if codec.window and rules.overlap > rules.inner_steps // rules.fragments:
+            raise ValueError(
+                f"codec.window = {codec.window} with overlap = {rules.overlap}: a rank is estimated between two "
+                "rounds, and several would be in flight at once; the longest overlap is "
+                f"{rules.inner_steps // rules.fragments}"
+            )
         if self.outer.optimizer == "sgd":
             raise ValueError(
                 'codec.name = "lowrank" finds the directions of its factors in the outer momentum, and outer.optimizer '
@@ -686,6 +736,14 @@ class Manifest(_Section):
         rules, fragments = self.round, self.round.fragments
         regular = self.budget.rounds * fragments
         return Schedule(rules.by, rules.every, rules.quorum, fragments, rules.weight_cap, regular)
+
+    def inner_steps(self, rank: int) -> int:
+        """H in a round with factors of that rank: what a round sends and how often it does stay in proportion, as in
+        DiLoCoX (arXiv 2506.21263). 0: the manifest's own."""
+        rules = self.round
+        if not rank or not rules.least_steps:
+            return rules.inner_steps
+        return max(-(-rules.inner_steps * rank // self.codec.rank), rules.least_steps)
 
     @property
     def outer_steps(self) -> int:

@@ -80,6 +80,15 @@ class Part(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     count: Natural
 
 
+class Limit(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What a round is held to, in a run that re-estimates its rank (``codec.window``)."""
+
+    seconds: Ratio
+    """D, as in any other run."""
+    rank: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    """Of the factors, in force for this round."""
+
+
 class Seal(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A roster as its coordinator sealed it. Its hash is the roster id and stands on every later message."""
 
@@ -93,8 +102,17 @@ class Seal(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
     parts: Annotated[list[Part], msgspec.Meta(max_length=MAX_MEMBERS)]
     leases: bool
     """Called for leases alone: no member has frozen, so none may have a weight."""
-    deadline: Ratio
-    """D: seconds from the arrival of the seal to the end of the round, on each receiver's clock."""
+    limit: Ratio | Limit
+
+    @property
+    def deadline(self) -> float:
+        """D: seconds from the arrival of the seal to the end of the round, on each receiver's clock."""
+        return self.limit.seconds if isinstance(self.limit, Limit) else self.limit
+
+    @property
+    def rank(self) -> int:
+        """Of the factors that matrices travel as in this round; 0 where the manifest alone says it."""
+        return self.limit.rank if isinstance(self.limit, Limit) else 0
 
 
 class ChunkEntry(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

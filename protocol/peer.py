@@ -522,6 +522,7 @@ class Peer:
         if not encoding:
             self.island.local[:] = self.replica.params if theta is None or self._encoder is not None else theta
         self._frozen = False
+        self._accounts.inner_steps = self.manifest.inner_steps(self.replica.rank)
         if self._carried:
             ahead = self._may_step()
             await self.island.resume(reload=not encoding, spent=0.0, outer_step=self.head.outer_step, ahead=ahead)
@@ -686,6 +687,7 @@ class Peer:
         self._look_again()
         self._report_now.set()
         self._last_round = self.head.round
+        self._accounts.inner_steps = self.manifest.inner_steps(self.replica.rank)
         self._limbo.clear()
         self._invitation = None
         self._better_since = None
@@ -907,7 +909,7 @@ class Peer:
         # The lower median, and at most a few times the own pace: nobody stretches it by what it says of itself.
         own = self.island.progress().step_time if self.island is not None else 0.0
         pace = times[(len(times) - 1) // 2]
-        steps = self.manifest.round.inner_steps / self.layout.fragments
+        steps = self._accounts.inner_steps / self.layout.fragments
         return self.manifest.round.grace * steps * (min(pace, 4 * own) if own else pace)
 
     def _due(self) -> Due | None:
@@ -1093,6 +1095,8 @@ class Peer:
             check_seal(seal, self.manifest, self.layout)
             if (seal.round, seal.leases) != (call.round, call.leases):
                 raise PeerMisbehaved("a seal that is not what was called for")
+            if seal.rank != self.replica.rank:
+                raise PeerMisbehaved(f"a seal with rank {seal.rank} where {self.replica.rank} is in force")
         except PeerMisbehaved as error:
             self._refuse(coordinator, str(error))
             self._put_off(self._sealless, coordinator)
@@ -1427,7 +1431,7 @@ class Peer:
             seal = make_seal(
                 calling, own[0], coordinator=self.transport.peer_id, manifest=self.manifest, layout=self.layout,
                 unfit=[*self._unfit, *(peer for peer, (_, until) in self._strikes.items() if self.head.height < until)],
-                leases=call.leases,
+                leases=call.leases, rank=self.replica.rank,
             )  # fmt: skip
             sealed = Sealed(seal, self.signer.sign(seal_bytes(hash_of(seal))))
             inside = [PeerId(member.peer) for member in seal.members]
@@ -1635,6 +1639,9 @@ class Peer:
                 # What every byte on disk says again is so; then the commit is what is wrong.
                 await self._spurn(commit_id, body, "it attests a state that is not its parent's")
             return
+        if body.seal.rank != self.replica.rank:
+            await self._spurn(commit_id, body, f"its rank is {body.seal.rank}, and {self.replica.rank} is in force")
+            return
         try:
             await self.transport.offload(self.store.append, commit, chunks)
         except DiskFull as error:
@@ -1822,7 +1829,7 @@ class Peer:
         donors = [PeerId(member.peer) for member in body.seal.members if member.peer != self.transport.peer_id]
         started = self.transport.now()
         try:
-            size = encoded_size(self.layout.wire(body.fragment), self.manifest.codec.name)
+            size = encoded_size(self.layout.wire(body.fragment, body.seal.rank), self.manifest.codec.name)
             rate = self.rates.download or ASSUMED
             async with asyncio.timeout(4 * self._silence + 4 * transfer_seconds(size, 2, rate)):
                 chunks = await self.fetcher.chunks(body, donors, self._recent)

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from .averaged import Averaged, check_all
 from .codecs import MAX_MAGNITUDE, Codec, averages_codec
-from .commits import START, Position, members_in, position_of
+from .commits import START, Position, estimates, members_in, position_of
 from .digest import BytesLike
 from .encoder import Encoded
 from .island import Run
 from .kernels import frozen, subnormals_on, table
 from .layout import ChunkLayout
-from .lowrank import Factors, LowRankLayout
+from .lowrank import Factors, LowRankLayout, estimate
 from .manifest import Manifest
 from .messages import Body
 from .outer import check_outer
@@ -65,6 +65,8 @@ class Replica:
         self.position = position
         self.residual = residual
         self._factors = Factors(layout) if isinstance(layout, LowRankLayout) else None
+        self.rank = self._rank_in_force()
+        """Of the factors in the next round, where it is estimated anew from time to time; else 0."""
         self._digest: asyncio.Task[bytes] | None = None
         self._memory = threading.local()
 
@@ -105,23 +107,35 @@ class Replica:
     def encode(self, index: int, theta: Floats, fragment: int = 0) -> bytearray | memoryview:
         """What is sent of one chunk; the same bytes each time while nothing has been committed."""
         scratch = self._scratch(self.layout.fragment(fragment).size(index))
-        return self._packed(fragment, index, self.contribution(index, theta, scratch, fragment=fragment))
+        return self._packed(fragment, index, self.rank, self.contribution(index, theta, scratch, fragment=fragment))
 
-    def _packed(self, fragment: int, index: int, x: Floats) -> bytearray | memoryview:
+    def _packed(self, fragment: int, index: int, rank: int, x: Floats) -> bytearray | memoryview:
         """The payload of a chunk of a fragment."""
         if self._factors is None:
             return self.codec.encode(x)
-        return self.codec.encode(self._factors.project(self.layout.place(fragment, index), x, self.state.momentum))
+        place = self.layout.place(fragment, index)
+        return self.codec.encode(self._factors.project(place, x, self.state.momentum, rank))
 
-    def _unpacked(self, codec: Codec, fragment: int, index: int, payload: BytesLike, out: Floats) -> None:
+    def _unpacked(self, codec: Codec, fragment: int, index: int, rank: int, payload: BytesLike, out: Floats) -> None:
         """The elements of a chunk of a fragment, from a payload that is valid."""
         if self._factors is None:
             codec.decode(payload, len(out), out)
             return
         place = self.layout.place(fragment, index)
-        values = np.empty(self.layout.wire(fragment).size(index), np.float32)
+        values = np.empty(self.layout.wire(fragment, rank).size(index), np.float32)
         codec.decode(payload, len(values), values)
-        self._factors.expand(place, values, self.state.momentum, out)
+        self._factors.expand(place, values, self.state.momentum, out, rank)
+
+    def _rank_in_force(self) -> int:
+        """What the chain and the state say of the next round; takes as long as a commit, after each window."""
+        codec, head = self.manifest.codec, self.position.head
+        if not codec.window or not isinstance(self.layout, LowRankLayout):
+            return 0
+        if head.outer_step == 0:
+            return codec.rank
+        if estimates(head.outer_step, self.manifest, self.layout):
+            return estimate(self.layout, self.state.momentum, codec.kept)
+        return self.position.rank
 
     def _forget_factors(self) -> None:
         """The momentum has changed."""
@@ -170,7 +184,7 @@ class Replica:
         """What a commit's averaged chunks come to, as they travel; None where nobody contributed. Raises
         PeerMisbehaved."""
         means: list[Floats | None] = []
-        wire = self.layout.wire(body.fragment)
+        wire = self.layout.wire(body.fragment, body.seal.rank)
         averages = check_all(body, chunks, self.layout, self.codec, self.manifest.merging)
         lengthen = self._lengthen(body, averages)
         for index, averaged in enumerate(averages):
@@ -238,6 +252,7 @@ class Replica:
         check_outer(outer.lr, outer.momentum, outer.optimizer)
         members = len(body.seal.members)
         fragment, part = body.fragment, self.layout.fragment(body.fragment)
+        rank = body.seal.rank
         # The period of a delayed momentum is one of steps of this fragment.
         phase = (body.outer_step - 1) // self.layout.fragments % outer.period
 
@@ -255,10 +270,10 @@ class Replica:
             if mine and self.residual is not None:
                 assert frozen is not None
                 x = self.contribution(index, frozen, scratch, fragment=fragment)
-                sent = self._packed(fragment, index, x)
+                sent = self._packed(fragment, index, rank, x)
                 # The scratch holds x, so the decoded values go where the difference will be.
                 residual = self.residual[span]
-                self._unpacked(self.codec, fragment, index, sent, residual)
+                self._unpacked(self.codec, fragment, index, rank, sent, residual)
                 np.subtract(x, residual, out=residual)
             new = self.state.params[span]
             start = old = new
@@ -269,7 +284,7 @@ class Replica:
             if not mine and (local is not None or shift is not None):
                 old = new.copy()
             if averaged.weight:
-                self._unpacked(self.averages, fragment, index, averaged.payload, scratch)
+                self._unpacked(self.averages, fragment, index, rank, averaged.payload, scratch)
                 lengthen(index, scratch)
                 self.state.step(
                     self.layout.place(fragment, index), scratch, lr=outer.lr, mu=outer.momentum, kind=outer.optimizer,
@@ -295,6 +310,7 @@ class Replica:
         done = spread(one, range(len(chunks)), 4 * self.layout.chunk, spare=shift is not None)
         self._forget_factors()
         self.position = position_of(body, commit_id)
+        self.rank = self._rank_in_force()
         self._digest = None
         share = sum(size for size, _ in done) / part.parameters
         return Applied(share, _joined([run for _, run in done]) if shift is not None else [])
@@ -329,6 +345,7 @@ class Replica:
         self.position = position
         self._digest = None
         self._forget_factors()
+        self.rank = self._rank_in_force()
         if self.residual is not None:
             self.residual.fill(0)
 

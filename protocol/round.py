@@ -99,7 +99,7 @@ class Round:
         self._order = [coordinator, *rest]
         """Who leads, and who after them: the coordinator, then the others by rank."""
         self.theta = theta if seal.members[self.me].weight else None
-        self._wire = around.layout.wire(seal.fragment)
+        self._chunks = around.layout.wire(seal.fragment, seal.rank)
         """The chunks of the round's fragment as they travel."""
         self._merging = around.manifest.merging.of(seal.fragment)
         self._sends: Callable[[int], BytesLike] | None = None
@@ -225,7 +225,7 @@ class Round:
         if part.reducer == self.me:
             around, cutoff = self.around, self.ends - 2 * self.silence
             reducer = Reducer(
-                around.transport, self._wire, around.replica.codec, self.seal.members, self.me, part,
+                around.transport, self._chunks, around.replica.codec, self.seal.members, self.me, part,
                 merging=self._merging, silence=self.silence, cutoff=cutoff, sink=self._hold,
                 refused=self._refused,
                 floor=lambda: max(self.started, around.messenger.epoch),
@@ -264,7 +264,7 @@ class Round:
         """What this peer's link carried, up to the last average, or until now without it."""
         if self._whole is not None:
             return self._whole
-        layout, codec, streams = self._wire, self.around.replica.codec, self._streams.values()
+        layout, codec, streams = self._chunks, self.around.replica.codec, self._streams.values()
         contribution, average = (
             sum(kind.encoded_size(layout.size(i)) for i in range(layout.count)) / layout.count
             for kind in (codec, averages_codec(codec.name))
@@ -297,7 +297,7 @@ class Round:
                 self._open(stream)
                 hello = Hello(self.seal, self.signature, part.first, part.count, progress.due)
                 await exchange(
-                    stream, hello, self.roster_id, progress, transport=around.transport, layout=self._wire,
+                    stream, hello, self.roster_id, progress, transport=around.transport, layout=self._chunks,
                     codec=around.replica.codec, members=self.seal.members, me=self.me, merging=self._merging,
                     silence=self.silence, own=self._own(), sink=self._hold,
                 )  # fmt: skip
@@ -498,7 +498,7 @@ class Round:
             return False
         around = self.around
         size = sum(
-            around.replica.codec.encoded_size(self._wire.size(i)) for i in range(part.first, part.first + part.count)
+            around.replica.codec.encoded_size(self._chunks.size(i)) for i in range(part.first, part.first + part.count)
         )
         # A reducer may wait T for a member; beyond that, another must still have the time to average the part anew.
         patience = 1.5 * self.silence + transfer_seconds(size, len(self.peers), slowest_link(self.seal.members))

@@ -331,7 +331,7 @@ def _with_seal(wire: Wire, seal: Seal) -> Hello:
 async def another_roster(wire: Wire) -> None:
     """One that its coordinator did not sign, or, as the coordinator, one that breaks the rules."""
     seal = wire.round.seal
-    await wire.stream.send(encode(_with_seal(wire, msgspec.structs.replace(seal, round=seal.round, deadline=1e6))))
+    await wire.stream.send(encode(_with_seal(wire, msgspec.structs.replace(seal, round=seal.round, limit=1e6))))
 
 
 async def roster_without_it(wire: Wire) -> None:

@@ -237,6 +237,11 @@ def check_rows(rows: Iterable[Row]) -> None:
                 f"row {row.name!r}: fragments = {row.scenario.fragments} exceeds the model's {chunks} chunks; set it "
                 f"to at most {chunks}, or manifest.state.chunk lower"
             )
+        if row.manifest.codec.window:
+            raise ConfigError(
+                f"row {row.name!r}: manifest.codec.window: simulated peers keep one rank; leave it out, or compare "
+                "rows of several ranks"
+            )
         if row.scenario.rank and row.manifest.codec.name == "lowrank":
             raise ConfigError(
                 f'row {row.name!r}: manifest.codec.name = "lowrank" sends factors by itself; leave scenario.rank out'
@@ -325,8 +330,9 @@ class Job:
                 del manifest[section][name]
         del manifest["state"]["embeddings"]  # those of the model
         del manifest["state"]["columns"]  # those of the model
-        if not manifest["codec"]["rank"]:
-            del manifest["codec"]["rank"]
+        for section, name in (("codec", "rank"), ("codec", "window"), ("codec", "kept"), ("round", "least_steps")):
+            if not manifest[section][name]:
+                del manifest[section][name]
         if manifest["outer"]["period"] == 1:
             del manifest["outer"]["period"]
         if manifest["round"]["stale"] == "keep":

@@ -33,7 +33,7 @@ def expected(body: Body, manifest: Manifest, x: list[np.ndarray | None]) -> list
     x: what each member brought, as it travels (one element a model parameter, unless matrices travel as factors); None
     for those who brought nothing.
     """
-    part = manifest.layout.wire(body.fragment)
+    part = manifest.layout.wire(body.fragment, body.seal.rank)
     count, weight = len(body.seal.members), weights(body, manifest)
     radial = manifest.round.average == "radial"
     sizes = list(chain.from_iterable(manifest.state.layers)) if radial else []

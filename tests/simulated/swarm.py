@@ -320,7 +320,10 @@ class Swarm:
             factors, fragment = Factors(self.layout), fields["fragment"]
             places = [self.layout.place(fragment, i) for i in range(self.layout.fragment(fragment).count)]
             x = np.concatenate(
-                [factors.project(place, x[self.layout.span(place)], replica.state.momentum) for place in places]
+                [
+                    factors.project(place, x[self.layout.span(place)], replica.state.momentum, replica.rank)
+                    for place in places
+                ]
             )
         self.contributions[(name, fields["roster"])] = Contribution(x, units)
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from atoll.protocol import kernels
 from atoll.protocol.codecs import MAX_MAGNITUDE, averages_codec, get_codec
+from atoll.protocol.commits import START, Position, check_body, check_child, check_seal, make_body, position_of
+from atoll.protocol.deadline import deadline_seconds
 from atoll.protocol.errors import ManifestError, NonFinite, PeerMisbehaved
 from atoll.protocol.fragments import make_layout
 from atoll.protocol.layout import ChunkLayout
@@ -23,6 +25,7 @@ from atoll.protocol.lowrank import (
     Piece,
     cut,
     directions,
+    estimate,
     expand,
     gains,
     largest_rank,
@@ -30,6 +33,7 @@ from atoll.protocol.lowrank import (
     segments,
 )
 from atoll.protocol.manifest import Manifest
+from atoll.protocol.messages import Body, Head, Limit, Member, Seal, decode, encode, hash_of
 from atoll.protocol.replica import Replica
 from atoll.protocol.state import GlobalState
 
@@ -284,7 +288,7 @@ def test_values_beyond_the_bound_become_the_bound() -> None:
     for index in range(3):
         payload = mine.encode(index, theta)
         get_codec("lowrank").validate(payload, mine.layout.wire(0).size(index))
-        mine._unpacked(get_codec("lowrank"), 0, index, payload, out := np.empty(mine.layout.size(index), np.float32))
+        mine._unpacked(get_codec("lowrank"), 0, index, 0, payload, out := np.empty(mine.layout.size(index), np.float32))
         assert np.isfinite(out).all()
 
 
@@ -368,3 +372,148 @@ def test_contradictions_are_refused(changes: dict[str, dict[str, object]], words
 @pytest.mark.parametrize("outer", [{"momentum": 0.0}, {"optimizer": "delayed-nesterov", "period": 2}])
 def test_outer_optimizers_with_a_momentum_go_with_it(outer: dict[str, object]) -> None:
     assert run(outer=outer).codec.rank == 2
+
+
+# --- a rank that is estimated anew
+
+WINDOW = {"window": 4, "kept": 0.9}
+
+
+def wide(**changes: Any) -> Manifest:
+    """A run of one matrix of 64 by 64, in one chunk."""
+    sections = {
+        "codec": {"name": "lowrank", "rank": 8, **WINDOW, **changes.pop("codec", {})},
+        "state": {"chunk": 4096, "layers": [[4096]], "columns": [64], **changes.pop("state", {})},
+        "round": {"inner_steps": 40, **changes.pop("round", {})},
+    }
+    return Manifest.make("wide", parameters=4096, theta0="0" * 64, **sections, **changes)
+
+
+def spectrum(values: list[float], seed: int = 0) -> np.ndarray:
+    """A matrix of 64 by 64 with these singular values, as float32 [4096]."""
+    rng = np.random.default_rng(seed)
+    left, right = (np.linalg.qr(rng.standard_normal((64, len(values))))[0] for _ in range(2))
+    return np.ascontiguousarray((left * values) @ right.T, np.float32).reshape(-1)
+
+
+@pytest.mark.parametrize(
+    ("values", "kept", "rank"),
+    [
+        ([1.0], 0.9, 1),
+        ([3.0, 3.0, 3.0], 0.9, 3),
+        ([3.0, 3.0, 3.0], 0.6, 2),
+        ([10.0, 1.0, 1.0, 1.0], 0.9, 1),
+        ([10.0, 1.0, 1.0, 1.0], 0.985, 3),
+        ([1.0] * 30, 0.9, 8),
+        ([], 0.9, 8),
+    ],
+)
+def test_the_estimate_is_the_rank_that_holds_the_share(values: list[float], kept: float, rank: int) -> None:
+    layout = wide().layout
+    assert isinstance(layout, LowRankLayout)
+    assert estimate(layout, spectrum(values) if values else np.zeros(4096, np.float32), kept) == rank
+
+
+@given(st.lists(st.floats(1e-3, 10), min_size=1, max_size=12), st.floats(0.05, 0.99), st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_the_estimate_is_the_same_everywhere_and_rises_with_the_share(
+    values: list[float], kept: float, seed: int
+) -> None:
+    layout, momentum = wide().layout, spectrum(values, seed)
+    assert isinstance(layout, LowRankLayout)
+    found = []
+    for implementation in (kernels.NUMPY, compiled()):
+        with kernels.using(implementation):
+            found.append([estimate(layout, momentum, share) for share in (kept / 2, kept)])
+    assert found[0] == found[1]
+    less, more = found[0]
+    assert 1 <= less <= more <= 8
+    # By numpy's own singular values, with what the power iterations leave between two that are close.
+    energy = np.cumsum(np.sort(np.linalg.svd(momentum.reshape(64, 64).astype(np.float64))[1] ** 2)[::-1])
+    least = int(np.searchsorted(energy, kept * energy[-1] * (1 - 1e-6))) + 1
+    assert more >= min(least, 8)
+
+
+def test_directions_of_a_lower_rank_are_the_first_ones() -> None:
+    """So what the estimate says of a rank holds when it is in force."""
+    momentum = spectrum([5.0, 4.0, 3.0, 2.0, 1.0])
+    pieces = (Piece(0, 64, 64, 7),)
+    high, low = (directions(segments(pieces, rank), momentum)[0] for rank in (8, 3))
+    assert high is not None
+    assert low is not None
+    for a, b in zip(high, low, strict=True):
+        assert a[: len(b)].tobytes() == b.tobytes()
+
+
+def test_inner_steps_fall_with_the_rank() -> None:
+    manifest = wide(round={"least_steps": 12})
+    assert [manifest.inner_steps(rank) for rank in (0, 8, 7, 4, 3, 2, 1)] == [40, 40, 35, 20, 15, 12, 12]
+    assert [wide().inner_steps(rank) for rank in (0, 8, 1)] == [40, 40, 40]
+
+
+def seal_of(manifest: Manifest, base: Head, rank: int) -> Seal:
+    members = [Member("p0", bytes(16), 0, 0, 4, 0.0, 0.0, True), Member("p1", bytes(16), 0, 0, 4, 0.0, 0.0, True)]
+    due = deadline_seconds(members, manifest.layout.wire(0, rank), "lowrank", manifest.round.silence)
+    return Seal(
+        manifest.run_id, base.round + 1, 0, base, "p0", bytes(16), members, [], False, Limit(due, rank) if rank else due
+    )
+
+
+def test_the_rank_stands_in_the_seal_and_changes_after_a_window_alone() -> None:
+    manifest = wide()
+    layout = manifest.layout
+
+    def follow(steps: int, before: int, rank: int) -> None:
+        parent = Position(Head(bytes(32), steps + 1, 0, steps + 1, steps), 0, 0, before)
+        seal = seal_of(manifest, parent.head, rank)
+        body = make_body(seal, hash_of(seal), parent, bytes(32), [], manifest, layout)
+        assert decode(encode(body), Body) == body
+        check_body(body, manifest, layout)
+        check_child(body, parent, manifest, layout)
+        assert position_of(body, hash_of(body)).rank == rank
+
+    follow(5, 6, 6)
+    follow(8, 6, 3)
+    follow(5, 0, 3)  # whoever begins with a checkpoint does not know what was before
+    with pytest.raises(PeerMisbehaved, match="rank 3 after 6, and no estimate between"):
+        follow(5, 6, 3)
+    for rank in (0, 9):
+        with pytest.raises(PeerMisbehaved, match=f"a rank of {rank} where the manifest allows none such"):
+            follow(8, 6, rank)
+    fixed = wide(codec={"window": 0, "kept": 0.0})
+    check_seal(seal_of(fixed, START.head, 0), fixed, fixed.layout)
+    with pytest.raises(PeerMisbehaved, match="a rank of 4 where the manifest allows none such"):
+        check_seal(seal_of(fixed, START.head, 4), fixed, fixed.layout)
+
+
+def test_a_seal_without_a_rank_is_what_it_was() -> None:
+    fixed = wide(codec={"window": 0, "kept": 0.0})
+    data = encode(seal_of(fixed, START.head, 0))
+    assert data[-9] == 0xCB  # D, a float64
+    assert decode(data, Seal).rank == 0
+    assert decode(data, Seal).deadline == seal_of(fixed, START.head, 0).limit
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"codec": {"kept": 0.0}}, "window = 4 needs kept, .* set kept to 0.9"),
+        ({"codec": {"window": 0}}, "kept = 0.9 without window does nothing; .* set window to 10"),
+        ({"codec": {"kept": 1.0}}, "kept"),
+        ({"codec": {"name": "int4", "rank": 0}}, 'window = 4 with name = "int4"'),
+        ({"round": {"least_steps": 41}}, "least_steps = 41 exceeds inner_steps = 40; the most is 40"),
+        ({"round": {"least_steps": 9, "overlap": 10}}, "least_steps = 9 leaves .* the least is 10"),
+        ({"round": {"least_steps": 9}, "codec": {"window": 0, "kept": 0.0}}, "least_steps = 9 without codec.window"),
+    ],
+)  # fmt: skip
+def test_contradictions_of_estimates_are_refused(changes: dict[str, dict[str, object]], words: str) -> None:
+    with pytest.raises(ManifestError, match=words):
+        wide(**changes)
+
+
+def test_manifests_without_estimates_are_what_they_were() -> None:
+    text = run().canonical().decode()
+    assert not any(word in text for word in ("window", "kept", "least_steps"))
+    manifest = wide(round={"least_steps": 12})
+    assert Manifest.from_toml(manifest.to_toml()) == manifest
+    assert all(word in manifest.canonical().decode() for word in ("window", "kept", "least_steps"))
