@@ -589,7 +589,7 @@ class HostileRound(Round):
     def _reduces(self) -> bool:
         return not self.case.as_member
 
-    def _wire(self, part: Part, stream: Stream, hello: Hello) -> Wire:
+    def _made_wire(self, part: Part, stream: Stream, hello: Hello) -> Wire:
         wire = Wire(self, part, stream, hello, marker=self.marker)
         self.wires.append(wire)
         return wire
@@ -600,7 +600,7 @@ class HostileRound(Round):
             return
         stream = await self.around.transport.open(self.peers[part.reducer], PROTOCOL, timeout=5.0)
         self._open(stream)
-        wire = self._wire(part, stream, Hello(self.seal, self.signature, part.first, part.count, part.first))
+        wire = self._made_wire(part, stream, Hello(self.seal, self.signature, part.first, part.count, part.first))
         try:
             await self.case.act(wire)
             await wire.until_closed()
@@ -623,7 +623,7 @@ class HostileRound(Round):
 
     async def _average(self, part: Part) -> None:
         """What it holds itself is sound, so that it can propose and sign like everyone."""
-        wire = self._wire(part, None, None)  # type: ignore[arg-type]
+        wire = self._made_wire(part, None, None)  # type: ignore[arg-type]
         for index in range(part.first, part.first + part.count):
             self._hold(index, wire.averaged(index))
 
@@ -633,7 +633,7 @@ class HostileRound(Round):
             await super().serve(stream, hello)
             return
         self._open(stream)
-        wire = self._wire(part, stream, hello)
+        wire = self._made_wire(part, stream, hello)
         takes_none = self.case.act is contributions_that_never_came
         acting: asyncio.Task[None] | None = None
         try:
