@@ -1518,6 +1518,7 @@ class Peer:
             members=[m.peer for m in seal.members], coordinator=seal.coordinator, deadline=seal.deadline,
             bound=seal.deadline + 3 * self._silence,
             **({"stopped": snapshot.stopped} if self._ahead_of_round else {}),
+            **({"rank": seal.rank} if seal.rank else {}),
             **({"device_bytes": self._encoded.moved} if self._encoded is not None else {}),
         )  # fmt: skip
         around = Surroundings(

@@ -121,6 +121,8 @@ def test_the_rank_follows_the_momentum_and_stands_in_the_commits(fragments: int)
     assert len(found) == 14 * fragments + fragments - 1
     assert all(rank == 5 for step, rank in found if step <= 3 * fragments), "the manifest's, until the first window"
     assert min(rank for _, rank in found) < 5
+    told = [fields["rank"] for _, name, fields in swarm.named("seal") if name == "p0"]
+    assert set(told) == {rank for _, rank in found}
     for (_, before), (step, rank) in pairwise(found):
         assert rank == before or (step - 1) % (3 * fragments) == 0, "it changes after a window alone"
     assert len({swarm.life(f"p{i}").peer.replica.params.tobytes() for i in range(3)}) == 1
