@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from atoll.protocol.lowrank import largest_rank
 from atoll.protocol.overlap import Merge
 
 from .simulated.accounts import Accounts
@@ -138,18 +139,19 @@ def build(settings: dict[str, Any], max_group: int, seed: int) -> Swarm:
         rules["every"] = max(rules["every"], rules["quorum"] * settings["fragments"])
     count = settings["fragments"]
     several = max(count, 3 if settings["average"] == "radial" else 1)
+    codec: dict[str, Any] = {"name": settings["codec"]}
     factors = settings["codec"] == "lowrank"
     tensors = [[PARAMETERS * (i + 1) // several - PARAMETERS * i // several] for i in range(several)]
     state: dict[str, Any] = {"chunk": CHUNK, **({"layers": tensors} if several > 1 or factors else {})}
     if factors:
-        # as square as can be
-        state["columns"] = [
-            min((n for n in range(1, size + 1) if size % n == 0), key=lambda n: n + size // n) for (size,) in tensors
-        ]
+        # as square as can be, in one chunk, so that there are ranks to estimate
+        widths = [min((n for n in range(1, m + 1) if m % n == 0), key=lambda n, m=m: n + m // n) for (m,) in tensors]
+        state |= {"columns": widths, "chunk": 2 * CHUNK}
+        codec["rank"] = largest_rank([(size // width, width) for (size,), width in zip(tensors, widths, strict=True)])
+        if seed % 2:
+            codec |= {"window": 3, "kept": 0.8}
     run = manifest(
-        parameters=PARAMETERS, round=rules, state=state,
-        codec={"name": settings["codec"], **({"rank": 1} if factors else {})},
-        budget={"rounds": 10**6},
+        parameters=PARAMETERS, round=rules, state=state, codec=codec, budget={"rounds": 10**6},
     )  # fmt: skip
     swarm = Swarm(
         run, seed=seed, latency=settings["latency"], jitter=settings["jitter"], bandwidth=settings["bandwidth"],
