@@ -181,9 +181,9 @@ def estimate(layout: LowRankLayout, momentum: Floats, kept: float) -> int:
     DiLoCoX (arXiv 2506.21263) re-estimates the rank over a window of rounds; the momentum is one, of 1 / (1 − μ)
     rounds. It is the same for all who hold the state: float64 in a fixed order. Takes as long as all directions do.
     """
-    subnormals_on()
 
     def one(place: int) -> list[tuple[float, list[float]]]:
+        subnormals_on()  # of the thread that this is called in
         start = layout.span(place)
         energies = []
         for part in segments(layout.pieces[place], layout.rank):

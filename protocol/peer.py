@@ -81,7 +81,7 @@ from .records import Record, State
 from .reduce import HELLO_LIMIT, Hello
 from .reduce import PROTOCOL as REDUCE
 from .refusals import Events, Refusals
-from .replica import CARRY, Replica
+from .replica import CARRY, Replica, rank_in_force
 from .round import Round, Surroundings
 from .stale import HALF
 from .state import GlobalState
@@ -473,7 +473,8 @@ class Peer:
         residual = None
         if self._lossy and self._encoder is None:
             residual = np.zeros(self.layout.parameters, np.float32)
-        self.replica = Replica(self.manifest, self.layout, self.codec, state, position, residual=residual)
+        rank = await self._rank_of(state, position)
+        self.replica = Replica(self.manifest, self.layout, self.codec, state, position, residual=residual, rank=rank)
         await self._replay(loaded.replay if loaded is not None else [])
         if residual is not None and self.head != GENESIS:
             kept = await self.transport.offload(self.store.load_residual, self.head.id)
@@ -504,6 +505,11 @@ class Peer:
             except (PeerMisbehaved, NonFinite) as error:
                 self._events("warning", message=f"the log of round {commit.body.round} cannot be applied: {error}")
                 return
+
+    async def _rank_of(self, state: GlobalState, position: Position) -> int:
+        if not self.manifest.codec.window:
+            return 0
+        return await self.transport.offload(rank_in_force, self.manifest, self.layout, state, position)
 
     def _fresh(self) -> GlobalState:
         state = GlobalState.fresh(self.layout, self._theta0())
@@ -1980,7 +1986,7 @@ class Peer:
                 self._events("warning", message=f"the island did not freeze: {error}")
         before = self.head
         state = loaded.state if loaded.state is not None else await self.transport.offload(self._fresh)
-        self.replica.adopt(state, loaded.position)
+        self.replica.adopt(state, loaded.position, await self._rank_of(state, loaded.position))
         self._newest = None
         await self._replay(loaded.replay)
         if self.store.prefers(head, self.head):
@@ -2009,7 +2015,8 @@ class Peer:
             return False
         state = loaded.state if loaded.state is not None else await self.transport.offload(self._fresh)
         mine = self.replica
-        scratch = Replica(self.manifest, self.layout, self.codec, state, loaded.position)
+        rank = await self._rank_of(state, loaded.position)
+        scratch = Replica(self.manifest, self.layout, self.codec, state, loaded.position, rank=rank)
         self.replica = scratch
         try:
             await self._replay(loaded.replay)
@@ -2021,7 +2028,7 @@ class Peer:
         if self._recoveries > 3:
             raise StateError("the state in memory was wrong again; check this machine's memory, then start anew")
         self._events("warning", message="the state in memory was wrong; it was taken from disk again")
-        self.replica.adopt(state, scratch.position)
+        self.replica.adopt(state, scratch.position, scratch.rank)
         if self.island is not None:
             await self._reload_island()
         return True

@@ -54,7 +54,7 @@ class Replica:
 
     def __init__(
         self, manifest: Manifest, layout: ChunkLayout, codec: Codec, state: GlobalState, position: Position = START,
-        *, residual: Floats | None = None,
+        *, residual: Floats | None = None, rank: int | None = None,
     ) -> None:  # fmt: skip
         self.manifest = manifest
         self.layout = layout
@@ -65,7 +65,7 @@ class Replica:
         self.position = position
         self.residual = residual
         self._factors = Factors(layout) if isinstance(layout, LowRankLayout) else None
-        self.rank = self._rank_in_force()
+        self.rank = rank_in_force(manifest, layout, state, position) if rank is None else rank
         """Of the factors in the next round, where it is estimated anew from time to time; else 0."""
         self._digest: asyncio.Task[bytes] | None = None
         self._memory = threading.local()
@@ -125,17 +125,6 @@ class Replica:
         values = np.empty(self.layout.wire(fragment, rank).size(index), np.float32)
         codec.decode(payload, len(values), values)
         self._factors.expand(place, values, self.state.momentum, out, rank)
-
-    def _rank_in_force(self) -> int:
-        """What the chain and the state say of the next round; takes as long as a commit, after each window."""
-        codec, head = self.manifest.codec, self.position.head
-        if not codec.window or not isinstance(self.layout, LowRankLayout):
-            return 0
-        if head.outer_step == 0:
-            return codec.rank
-        if estimates(head.outer_step, self.manifest, self.layout):
-            return estimate(self.layout, self.state.momentum, codec.kept)
-        return self.position.rank
 
     def _forget_factors(self) -> None:
         """The momentum has changed."""
@@ -310,7 +299,7 @@ class Replica:
         done = spread(one, range(len(chunks)), 4 * self.layout.chunk, spare=shift is not None)
         self._forget_factors()
         self.position = position_of(body, commit_id)
-        self.rank = self._rank_in_force()
+        self.rank = rank_in_force(self.manifest, self.layout, self.state, self.position)
         self._digest = None
         share = sum(size for size, _ in done) / part.parameters
         return Applied(share, _joined([run for _, run in done]) if shift is not None else [])
@@ -339,15 +328,29 @@ class Replica:
 
         return _joined(spread(one, range(part.count), 4 * self.layout.chunk, spare=1))
 
-    def adopt(self, state: GlobalState, position: Position) -> None:
-        """Go over to another head's state (a re-synchronisation): the residual is void with it."""
+    def adopt(self, state: GlobalState, position: Position, rank: int | None = None) -> None:
+        """Go over to another head's state (a re-synchronisation): the residual is void with it. rank: what
+        :func:`rank_in_force` says of them, if that is known."""
         self.state = state
         self.position = position
         self._digest = None
         self._forget_factors()
-        self.rank = self._rank_in_force()
+        self.rank = rank_in_force(self.manifest, self.layout, state, position) if rank is None else rank
         if self.residual is not None:
             self.residual.fill(0)
+
+
+def rank_in_force(manifest: Manifest, layout: ChunkLayout, state: GlobalState, position: Position) -> int:
+    """The rank of the factors in the rounds on a head, as its chain and its state say; 0 where it is the manifest's.
+    CPU-heavy after a window."""
+    codec, head = manifest.codec, position.head
+    if not codec.window or not isinstance(layout, LowRankLayout):
+        return 0
+    if head.outer_step == 0:
+        return codec.rank
+    if estimates(head.outer_step, manifest, layout):
+        return estimate(layout, state.momentum, codec.kept)
+    return position.rank
 
 
 def _joined(runs: list[Run]) -> list[Run]:
