@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -129,7 +130,7 @@ class TurnsMomentum(Way):
 class Momentum(Way):
     def reduce(self, name: str, xs: list[Floats], momentum: Floats) -> tuple[list[Floats], Floats]:
         m, n = xs[0].shape
-        parts = lowrank.segments((lowrank.Piece(0, m, n, hash(name) % 1000),), self.rank)
+        parts = lowrank.segments((lowrank.Piece(0, m, n, zlib.crc32(name.encode()) % 1000),), self.rank)
         found = lowrank.directions(parts, np.ascontiguousarray(momentum).reshape(-1))
 
         def out(values: Floats) -> Floats:
