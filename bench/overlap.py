@@ -82,14 +82,16 @@ class Watched(TrainerProcess):
                 drawn, begun = counters.drawn, counters.begun
             await asyncio.sleep(POLL)
 
-    async def snapshot(self, ahead: int, parts: Sequence[slice]) -> Snapshot:
-        snapshot = await super().snapshot(ahead, parts)
+    async def snapshot(self, ahead: int, parts: Sequence[slice], until: int | None = None) -> Snapshot:
+        snapshot = await super().snapshot(ahead, parts, until)
         self.departed.append(time.monotonic())
         self.froze.append(snapshot.stopped)
         return snapshot
 
-    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> Snapshot:
-        moved = await super().move(runs, spent=spent, outer_step=outer_step, of=of)
+    async def move(
+        self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None, until: int | None = None
+    ) -> Snapshot:
+        moved = await super().move(runs, spent=spent, outer_step=outer_step, of=of, until=until)
         self.moved.append(moved.stopped)
         return moved
 
@@ -127,14 +129,17 @@ class Idle(Island):
         return Snapshot(progress.steps, progress.tokens, progress.units, progress.leased)
 
     async def resume(
-        self, *, reload: bool, spent: float, outer_step: int, of: Snapshot | None = None, ahead: int | None = None
-    ) -> None:
+        self, *, reload: bool, spent: float, outer_step: int, of: Snapshot | None = None, ahead: int | None = None,
+        until: int | None = None,
+    ) -> None:  # fmt: skip
         self._used = 0 if spent else self._used
 
-    async def snapshot(self, ahead: int, parts: Sequence[slice]) -> Snapshot:
+    async def snapshot(self, ahead: int, parts: Sequence[slice], until: int | None = None) -> Snapshot:
         raise NotImplementedError("it has no second memory, so it is never asked")
 
-    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> Snapshot:
+    async def move(
+        self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None, until: int | None = None
+    ) -> Snapshot:
         raise NotImplementedError("it has no second memory, so it is never asked")
 
     async def close(self) -> None:

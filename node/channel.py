@@ -67,11 +67,15 @@ class Freeze(msgspec.Struct, tag="freeze", frozen=True):
     """Instead: copy θ into the shared memory's ``frozen`` and train on, for at most so many steps."""
     parts: list[tuple[int, int]] | None = None
     """Start and stop of what is to be copied; None: all of it."""
+    until: int | None = None
+    """Number of steps at which to pause in any case, for the sake of a round that is in flight already."""
+    store: bool = False
+    """Whether to store θ as well."""
 
 
 class Move(msgspec.Struct, tag="move", frozen=True):
-    """Parent → child: finish the step, change θ by the shift in ``frozen``, train on without a limit, answer
-    :class:`Moved`. Counters: see :func:`atoll.protocol.overlap.left`."""
+    """Parent → child: finish the step, change θ by the shift in ``frozen``, train on, answer :class:`Moved`. Counters:
+    see :func:`atoll.protocol.overlap.left`."""
 
     number: int
     runs: list[tuple[int, int, float]]
@@ -80,6 +84,8 @@ class Move(msgspec.Struct, tag="move", frozen=True):
     of: tuple[int, int, int] | None
     """Steps, tokens and units of the snapshot that ``spent`` is a share of."""
     outer_step: int
+    until: int | None = None
+    """Number of steps at which to pause, on the counters as they are before this."""
 
 
 class Resume(msgspec.Struct, tag="resume", frozen=True):
@@ -189,7 +195,8 @@ class Moved(msgspec.Struct, tag="moved", frozen=True):
     tokens: int
     units: int
     stopped: float
-    """Seconds for which training has stood still since the last snapshot, at its limit and for this."""
+    """Seconds for which training has stood still at its limit and for this, see
+    :meth:`atoll.protocol.island.Island.move`."""
     known: bool = True
     """Of a commit: whether what was averaged was still there."""
 

@@ -87,7 +87,8 @@ async def _train(session: Session, options: NodeOptions, name: str) -> None:
         island = await TrainerProcess.start(
             session.model, session.data, session.inner, manifest.round.inner_steps, manifest.budget.rounds,
             device=options.device, threads=options.threads or None, overlap=manifest.round.overlap > 0,
-            fragments=manifest.round.fragments, coding=coding, log=lambda event, fields: session.event(event, **fields),
+            fragments=manifest.round.fragments, coding=coding, several=manifest.round.in_flight > 1,
+            log=lambda event, fields: session.event(event, **fields),
         )  # fmt: skip
     except BaseException:
         prepared.cancel()

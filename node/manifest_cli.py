@@ -80,7 +80,11 @@ def new(
     ] = None,
     overlap: Annotated[
         int | None,
-        typer.Option(metavar="STEPS", help="Inner steps made while a round is in flight.", show_default="0"),
+        typer.Option(
+            metavar="STEPS",
+            help="Inner steps made while a round is in flight; above H/P: several at once.",
+            show_default="0",
+        ),
     ] = None,
     by: Annotated[
         By | None, typer.Option(help="What makes a round due; with tokens or time give --every.", show_default="steps")

@@ -23,7 +23,7 @@ from atoll.protocol import errors
 from atoll.protocol.errors import AtollError, ResourceError
 from atoll.protocol.island import Island, Progress, Run, Snapshot
 from atoll.protocol.messages import Span
-from atoll.protocol.overlap import move
+from atoll.protocol.overlap import left, move
 
 from .channel import (
     Coding,
@@ -97,6 +97,7 @@ class TrainerProcess(Island):
         overlap: bool = False,
         fragments: int = 1,
         coding: Coding | None = None,
+        several: bool = False,
         log: Log | None = None,
     ) -> None:
         """Allocates the shared memory; :meth:`start` makes the child as well."""
@@ -128,6 +129,7 @@ class TrainerProcess(Island):
             encoded=encoded,
         )
         self._batch = inner.batch
+        self._several = several
         self._spans: list[tuple[int, int]] = []
         """Sample units granted in this generation of leases and perhaps not yet drawn."""
         self._granted = 0
@@ -183,14 +185,15 @@ class TrainerProcess(Island):
         overlap: bool = False,
         fragments: int = 1,
         coding: Coding | None = None,
+        several: bool = False,
         log: Log | None = None,
     ) -> TrainerProcess:
         """Start a child and wait until it is ready (2 to 10 s: it imports torch).
 
         inner_steps: H; rounds: of each fragment in the whole run (schedules). threads: of torch on a CPU, chosen by the
         model's size when ``None``. overlap: whether there will be snapshots (four more bytes a parameter). coding: how
-        to encode on the device; None: on the host. log: called with an event's name and fields (``warning``,
-        ``trainer``).
+        to encode on the device; None: on the host. several: whether rounds of several fragments may be in flight at
+        once. log: called with an event's name and fields (``warning``, ``trainer``).
 
         Raises :class:`DataError` when the data are missing or differ from the pin, :class:`ResourceError` when the
         device is absent or there is no memory.
@@ -207,6 +210,7 @@ class TrainerProcess(Island):
             overlap=overlap,
             fragments=fragments,
             coding=coding,
+            several=several,
             log=log,
         )
         self._supervision = asyncio.create_task(self._supervise(), name="trainer")
@@ -296,49 +300,64 @@ class TrainerProcess(Island):
         self._base = self._counters()
         return self._snapshot(answer, 0.0)
 
-    async def snapshot(self, ahead: int, parts: Sequence[slice]) -> Snapshot:
+    async def snapshot(self, ahead: int, parts: Sequence[slice], until: int | None = None) -> Snapshot:
         if self.frozen is None:
             raise ValueError("this trainer was started without room for snapshots")
         apart = self.encoder is not None
         self._training = False
         self._until = None
-        # What lies in a device's memory is copied whole, for ``local`` to be what the counters tell of.
-        only = [(part.start, part.stop) for part in parts] if self._shares or apart else None
-        answer = await self._ask(Freeze(self._number(), ahead, only))
+        # What lies in a device's memory is copied whole, for ``local`` to be what the counters tell of: by way of
+        # ``frozen``, beside training, unless parts of that are of other rounds in flight.
+        store = self._several and not self._shares and not apart
+        only = [(part.start, part.stop) for part in parts] if self._shares or apart or store else None
+        answer = await self._ask(Freeze(self._number(), ahead, only, until, store))
         assert isinstance(answer, Frozen)
         self._froze = (answer.number, self.life)
         self._training = True
-        self._until = answer.steps + ahead
+        self._until = answer.steps + ahead if until is None else min(answer.steps + ahead, until)
         if not self._shares and not apart:
             counters = self._counters()
             counters.steps, counters.tokens, counters.units = answer.steps, answer.tokens, answer.units
             self._base = counters
-            async with self._writing:
-                await asyncio.to_thread(self.local.__setitem__, slice(None), self.frozen)
+            if not store:
+                async with self._writing:
+                    await asyncio.to_thread(self.local.__setitem__, slice(None), self.frozen)
         return self._snapshot(answer, answer.stopped)
 
     async def resume(
-        self, *, reload: bool, spent: float, outer_step: int, of: Snapshot | None = None, ahead: int | None = None
+        self,
+        *,
+        reload: bool,
+        spent: float,
+        outer_step: int,
+        of: Snapshot | None = None,
+        ahead: int | None = None,
+        until: int | None = None,
     ) -> None:
         self._outer_step = outer_step
+        before = self._counters().steps
         order = self._spend(self._number(), spent, of)
         if self._training:
-            # only a limit is lifted
+            # only a limit is lifted, or changed
             assert not reload
             assert not spent
-            self._until = None
+            self._until = until
         else:
             self._base = self._counters()
             self._training = True
-            self._until = self._base.steps + ahead if ahead is not None else None
+            limits = [self._base.steps + ahead] if ahead is not None else []
+            limits += [until - (before - self._base.steps)] if until is not None else []
+            self._until = min(limits, default=None)
         self._tell(Resume(order.number, reload, outer_step, self._until, order.share, order.of))
 
-    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> Snapshot:
+    async def move(
+        self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None, until: int | None = None
+    ) -> Snapshot:
         self._outer_step = outer_step
         self._until = None
         number = self._number()
         spending = _Spending.of_snapshot(number, spent, of)
-        order = Move(number, [(run.start, run.stop, run.keep) for run in runs], spent, spending.of, outer_step)
+        order = Move(number, [(run.start, run.stop, run.keep) for run in runs], spent, spending.of, outer_step, until)
         try:
             answer = await self._ask(order)
         except ResourceError as error:
@@ -354,8 +373,10 @@ class TrainerProcess(Island):
             self._spending.append(spending)
             if self._alone:
                 self._settle()
+            self._until = _lowered(until, counters.steps, spending)
             return moved
         assert isinstance(answer, Moved)
+        self._until = _lowered(until, answer.steps, spending)
         if not self._shares:
             self._base.spend(number, spent, spending.of)
             await self._move_here(runs)
@@ -715,6 +736,13 @@ class _Spending(NamedTuple):
     @classmethod
     def of_snapshot(cls, number: int, share: float, of: Snapshot | None) -> _Spending:
         return cls(number, share, (of.steps, of.tokens, of.units) if of is not None else None)
+
+
+def _lowered(until: int | None, steps: int, spending: _Spending) -> int | None:
+    """A limit on the number of steps, once the counter has been lowered from ``steps``."""
+    if until is None:
+        return None
+    return until - steps + left(steps, spending.share, spending.of[0] if spending.of is not None else None)
 
 
 def _gone(failure: AtollError) -> ResourceError:

@@ -155,7 +155,8 @@ class Worker:
         self.still: float | None = None
         """Since when it stands still there."""
         self.stopped = 0.0
-        """Seconds for which it has stood still since the last snapshot."""
+        """Seconds for which it has stood still since the last move, or since a snapshot before which it had no
+        limit."""
         self.outer_step = 0
         device = self.learner.device
         if device.type == "cpu":
@@ -248,8 +249,12 @@ class Worker:
             assert self.frozen is not None
             for start, stop in message.parts or [(0, len(self.frozen))]:
                 self.learner.snapshot(self.frozen, start, stop)
-            self.go_on(counters.steps + message.ahead)
-            self.stopped = 0.0
+            if message.store:
+                self.learner.store()
+            if self.until is None:
+                self.stopped = 0.0
+            limit = counters.steps + message.ahead
+            self.go_on(limit if message.until is None else min(limit, message.until))
         took = time.monotonic() - began
         _send(
             self.control,
@@ -271,8 +276,10 @@ class Worker:
         counters.spend(message.number, message.spent, message.of)
         self.memory.write(counters)
         self.outer_step = message.outer_step
-        self.go_on(None)
+        spent = moved.steps - counters.steps
+        self.go_on(message.until - spent if message.until is not None else None)
         _send(self.control, msgspec.structs.replace(moved, stopped=self.stopped))
+        self.stopped = 0.0
 
     def commit(self, message: Commit) -> None:
         import torch

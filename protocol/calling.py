@@ -32,6 +32,8 @@ class Calling:
     """Who has entered another's call, and whose."""
     seen: list[Ballot] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    fragment: int | None = None
+    """What the round is of; None: whose turn it is at the base."""
 
     def enter(self, peer: PeerId, message: Enter) -> None:
         """A peer enters, once; what it says of another than itself is ignored."""
@@ -66,14 +68,14 @@ def make_seal(
     calling: Calling, own: Member, *, coordinator: PeerId, manifest: Manifest, layout: ChunkLayout,
     unfit: Collection[PeerId] = (), leases: bool = False, rank: int = 0,
 ) -> Seal:  # fmt: skip
-    """The roster of those who entered, the own included, for the fragment that is due: most uncommitted tokens first
+    """The roster of those who entered, the own included, for the fragment called for: most uncommitted tokens first
     when there are too many.
 
     unfit: members that get no part to reduce, since they failed at one on this base. rank: of the factors, where the
     manifest's is estimated anew.
     """
     cap = 0 if leases else manifest.round.weight_cap
-    fragment = layout.due(calling.base.outer_step)
+    fragment = layout.due(calling.base.outer_step) if calling.fragment is None else calling.fragment
     wire = layout.wire(fragment, rank)
     able = [m for m in calling.entered.values() if m.weight <= cap and manifest.admits(m.peer)]
     able.sort(key=lambda member: (-member.weight, member.peer))
@@ -82,7 +84,8 @@ def make_seal(
     fit = [(m.reachable and m.peer not in unfit, m.upload, m.download) for m in members]
     if not any(reachable for reachable, _, _ in fit):
         fit = [(m.peer == coordinator, m.upload, m.download) for m in members]
-    deadline = deadline_seconds(members, wire, manifest.codec.name, manifest.round.silence)
+    rules = manifest.round
+    deadline = deadline_seconds(members, wire, manifest.codec.name, rules.silence, rules.in_flight)
     return Seal(
         run=manifest.run_id,
         round=calling.round,

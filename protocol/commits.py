@@ -25,6 +25,7 @@ from .messages import (
     head_of,
     vote_bytes,
 )
+from .places import place_of, reach
 from .transport import PeerId
 
 
@@ -125,11 +126,12 @@ def make_body(
     """The one body that follows from a roster, its parent and its averaged chunks, whoever proposes it."""
     leases, cursor = grant_leases(seal, parent.cursor, manifest.round.max_lease)
     tokens = averaged_tokens(seal, chunks, layout)
+    height = parent.head.height + 1
     return Body(
         run=seal.run,
-        round=seal.round,
+        round=seal.round if manifest.round.in_flight == 1 else height,
         fragment=seal.fragment,
-        height=parent.head.height + 1,
+        height=height,
         outer_step=parent.head.outer_step + (1 if chunks else 0),
         parent=parent.head.id,
         state=state,
@@ -148,8 +150,10 @@ def check_seal(seal: Seal, manifest: Manifest, layout: ChunkLayout) -> None:
     count = len(seal.members)
     if seal.run != manifest.run_id:
         raise PeerMisbehaved("a roster of another run", seal.coordinator)
-    if seal.fragment != (due := layout.due(seal.base.outer_step)):
-        raise PeerMisbehaved(f"fragment {seal.fragment} where {due} is due", seal.coordinator)
+    due, most = layout.due(seal.base.outer_step), reach(seal.base.outer_step, manifest) if not seal.leases else 1
+    if seal.fragment >= layout.fragments or (seal.fragment - due) % layout.fragments >= most:
+        others = f", or one of {most - 1} after it" if most > 1 else ""
+        raise PeerMisbehaved(f"fragment {seal.fragment} where {due} is due{others}", seal.coordinator)
     part = layout.fragment(seal.fragment)
     if not seal.base.round < seal.round <= seal.base.round + MAX_ROUND_GAP:
         raise PeerMisbehaved(f"round {seal.round} on a base of round {seal.base.round}", seal.coordinator)
@@ -170,8 +174,8 @@ def check_seal(seal: Seal, manifest: Manifest, layout: ChunkLayout) -> None:
         raise PeerMisbehaved("a weight in a roster for leases alone", seal.coordinator)
     if bool(seal.rank) != bool(manifest.codec.window) or seal.rank > manifest.codec.rank:
         raise PeerMisbehaved(f"a rank of {seal.rank} where the manifest allows none such", seal.coordinator)
-    wire = layout.wire(seal.fragment, seal.rank)
-    deadline = deadline_seconds(seal.members, wire, manifest.codec.name, manifest.round.silence)
+    rules, wire = manifest.round, layout.wire(seal.fragment, seal.rank)
+    deadline = deadline_seconds(seal.members, wire, manifest.codec.name, rules.silence, rules.in_flight)
     if not 0.99 * deadline <= seal.deadline <= 1.01 * deadline:
         raise PeerMisbehaved(f"a deadline of {seal.deadline:.1f} s where {deadline:.1f} s follow", seal.coordinator)
     at = 0
@@ -187,8 +191,11 @@ def check_body(body: Body, manifest: Manifest, layout: ChunkLayout) -> None:
     """Raise :class:`PeerMisbehaved` unless the body is sound in itself (its parent is not looked at)."""
     seal = body.seal
     check_seal(seal, manifest, layout)
-    base = seal.base
-    if (body.run, body.round, body.fragment, body.parent) != (seal.run, seal.round, seal.fragment, base.id):
+    base, single = seal.base, manifest.round.in_flight == 1
+    number = seal.round if single else body.height
+    if (body.run, body.round, body.fragment) != (seal.run, number, seal.fragment) or (
+        single and body.parent != base.id
+    ):
         raise PeerMisbehaved("a body that does not fit its roster", seal.coordinator)
     weights = [member.weight for member in seal.members]
     count = layout.fragment(body.fragment).count
@@ -198,16 +205,44 @@ def check_body(body: Body, manifest: Manifest, layout: ChunkLayout) -> None:
         if any(weights[i] == 0 for i in members_in(entry.contributors, len(weights))):
             raise PeerMisbehaved("a contributor of weight 0", seal.coordinator)
     tokens = averaged_tokens(seal, body.chunks, layout)
-    expected = (base.height + 1, base.outer_step + bool(body.chunks), base.weight + tokens * (len(weights) > 1))
-    if (body.height, body.outer_step, body.weight) != expected:
+    parent = parent_of(body, manifest, layout)
+    expected = (parent.height + 1, parent.outer_step + bool(body.chunks), parent.weight + tokens * (len(weights) > 1))
+    if (body.height, body.outer_step, body.weight) != expected or not (single or _descends(parent, seal, layout)):
         raise PeerMisbehaved(
             "a body whose height, outer step or weight does not follow from its base", seal.coordinator
         )
 
 
+def _descends(parent: Head, seal: Seal, layout: ChunkLayout) -> bool:
+    """Whether a head may follow from a roster's base by the commits that were before this roster's turn."""
+    base = seal.base
+    steps = place_of(seal, layout) - base.outer_step
+    if parent.outer_step != base.outer_step + steps:
+        return False
+    if parent.height == base.height:
+        return parent == base
+    return parent.height >= base.height + max(steps, 1) and parent.weight >= base.weight and parent.id != base.id
+
+
+def parent_of(body: Body, manifest: Manifest, layout: ChunkLayout) -> Head:
+    """The head that a body stands on: its roster's base where one round is in flight at a time, else what follows
+    from the body itself. Raises :class:`PeerMisbehaved` where no head could be that."""
+    if manifest.round.in_flight == 1:
+        return body.seal.base
+    alone = len(body.seal.members) == 1
+    weight = body.weight - (0 if alone else averaged_tokens(body.seal, body.chunks, layout))
+    height, outer_step = body.height - 1, body.outer_step - bool(body.chunks)
+    if min(height, weight, outer_step) < 0:
+        raise PeerMisbehaved(
+            "a body whose height, outer step or weight does not follow from its base", body.seal.coordinator
+        )
+    # Heads count commits here: the numbers of rounds need not go up along the chain.
+    return Head(body.parent, height, weight, height, outer_step)
+
+
 def check_child(body: Body, parent: Position, manifest: Manifest, layout: ChunkLayout) -> None:
     """Raise :class:`PeerMisbehaved` unless the body follows from ``parent`` (state digest apart)."""
-    if body.seal.base != parent.head:
+    if parent_of(body, manifest, layout) != parent.head:
         raise PeerMisbehaved("a body whose base is not the parent", body.seal.coordinator)
     kept = not estimates(parent.head.outer_step, manifest, layout)
     if kept and parent.rank and body.seal.rank != parent.rank:

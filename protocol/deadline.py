@@ -31,8 +31,13 @@ def transfer_seconds(size: int, members: int, rate: float) -> float:
     return 2 * (members - 1) / max(members, 1) * size / rate
 
 
-def deadline_seconds(members: Sequence[Member], layout: ChunkLayout, codec: str, silence: float) -> float:
+def deadline_seconds(
+    members: Sequence[Member], layout: ChunkLayout, codec: str, silence: float, in_flight: int = 1
+) -> float:
     """D: T for a reducer that never answers, T for its replacement, 2T to sign, and twice the ideal transfer for each
-    of the two attempts at the reduction. Where nobody contributes there is nothing to transfer."""
+    of the two attempts at the reduction. Where nobody contributes there is nothing to transfer.
+
+    in_flight: rounds that may share the links.
+    """
     size = encoded_size(layout, codec) if any(member.weight for member in members) else 0
-    return 4 * silence + 4 * transfer_seconds(size, len(members), slowest_link(members))
+    return 4 * silence + 4 * in_flight * transfer_seconds(size, len(members), slowest_link(members))

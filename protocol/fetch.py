@@ -22,7 +22,17 @@ from .anchoring import Guide
 from .averaged import size_limit
 from .checkpoints import blob_span, digest_of, split
 from .codecs import averages_codec, get_codec
-from .commits import START, Position, averaged_tokens, check_body, check_child, position_of, rank_before, verify_commit
+from .commits import (
+    START,
+    Position,
+    averaged_tokens,
+    check_body,
+    check_child,
+    parent_of,
+    position_of,
+    rank_before,
+    verify_commit,
+)
 from .disk import Buffer
 from .errors import Fault, NetworkDown, PeerMisbehaved, PeerUnreachable, TransportError, fault_of
 from .identity import Signer
@@ -257,7 +267,7 @@ class Fetcher:
             steps = await self._chain(peer, head, 0)
         ids = [step.commit.body.parent for step in steps]
         # Where the log begins, a body says itself what came before; of what is here that is known better.
-        lowest = steps[0].commit.body.seal.base
+        lowest = self._parent_of(steps[0].commit.body)
         if lowest != starts.get(lowest.id, lowest):
             raise PeerMisbehaved("a log whose beginning is not what its commit says", peer)
         path = [*(step.position.head for step in reversed(steps)), lowest]
@@ -279,7 +289,7 @@ class Fetcher:
                 return Plan(head, base, start, steps[at:], donors, *_shown(anchor, below, steps, base))
         if mine is None:
             raise Declined(f"nobody offers a state from which {peer}'s head can be reached")
-        base = steps[mine].commit.body.seal.base
+        base = self._parent_of(steps[mine].commit.body)
         return Plan(head, base, None, steps[mine:], donors, *_shown(anchor, below, steps, base))
 
     async def _lineage(
@@ -341,7 +351,7 @@ class Fetcher:
             check_body(body, self._manifest, self._layout)
         except PeerMisbehaved as error:
             raise PeerMisbehaved(f"a lineage with {error}", peer) from None
-        return body.seal.base
+        return self._parent_of(body)
 
     def _cost(self, steps: Sequence[Step]) -> int:
         """Bytes of the chunks to be fetched."""
@@ -399,7 +409,10 @@ class Fetcher:
         tokens = body.tokens - averaged_tokens(body.seal, body.chunks, self._layout)
         if cursor < 0 or tokens < 0:
             raise PeerMisbehaved("a body whose cursor or tokens are less than its own share")
-        return Position(body.seal.base, cursor, tokens, rank_before(body.seal, self._manifest, self._layout))
+        return Position(self._parent_of(body), cursor, tokens, rank_before(body.seal, self._manifest, self._layout))
+
+    def _parent_of(self, body: Body) -> Head:
+        return parent_of(body, self._manifest, self._layout)
 
     async def _start(self, child: Body, donors: Sequence[PeerId]) -> Start | None:
         """The hashes of a checkpoint, from the first donor whose hashes make the digest that the child attests."""

@@ -163,6 +163,12 @@ class Accounts:
             of.stopped,
         )  # fmt: skip
 
+    def total(self, of: Snapshot, fragment: int) -> tuple[int, int, int]:
+        """Steps, tokens and units of :meth:`snapshot`, below 0 where they are: no commit of another fragment changes
+        what these are of a given moment."""
+        more = self._more[fragment]
+        return of.steps + more.steps, of.tokens + more.tokens, of.units + more.units
+
     def wanting(self, of: Progress, fragment: int) -> int:
         """Inner steps until this peer has done its part for a round of that fragment: H since its last contribution,
         and fewer for the first."""
@@ -183,22 +189,28 @@ class Accounts:
         return round(sum(share * self.progress(of, number).tokens for number, share in enumerate(shares)))
 
     def commit(
-        self, fragment: int, share: float, now: Snapshot, of: Snapshot | None, *, overwrite: bool = False
-    ) -> None:
+        self, fragment: int, share: float, now: Snapshot, of: Snapshot | None, *, overwrite: bool = False,
+        total: tuple[int, int, int] | None = None,
+    ) -> None:  # fmt: skip
         """A commit has averaged a share (0 … 1) of this peer's contribution to a fragment.
 
         now: the island's counters at the moment in which the commit reaches it. of: those that the share is of, where
         steps have been made since (see :func:`.overlap.left`). The island takes the same share out of its own counters;
         for the other fragments that moves to here. overwrite: the steps made since are lost to this fragment, in the
         same share. They stay in the island's counters, for it may die before what it has learnt is written down.
+        total: what :meth:`total` was at the freeze that ``of`` tells of; it is what counts where other fragments have
+        been committed in between.
         """
         for number, more in enumerate(self._more):
-            for name in ("steps", "tokens", "units"):
+            for at, name in enumerate(("steps", "tokens", "units")):
                 counted, since = getattr(now, name), getattr(of, name) if of is not None else None
                 kept, before = left(counted, share, since), getattr(more, name)
                 after = before + counted
                 if number == fragment:
-                    after = left(after, share, before + since if since is not None and not overwrite else None)
+                    handed = None
+                    if since is not None and not overwrite:
+                        handed = before + since if total is None else total[at]
+                    after = left(after, share, handed)
                 setattr(more, name, after - kept)
         if share > 0:
             self._early[fragment] = 0

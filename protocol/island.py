@@ -113,10 +113,11 @@ class Island(ABC):
 
     @abstractmethod
     async def resume(
-        self, *, reload: bool, spent: float, outer_step: int, of: Snapshot | None = None, ahead: int | None = None
-    ) -> None:
+        self, *, reload: bool, spent: float, outer_step: int, of: Snapshot | None = None, ahead: int | None = None,
+        until: int | None = None,
+    ) -> None:  # fmt: skip
         """Go on training after a freeze, or for the first time; or, with nothing reloaded and nothing spent, lift the
-        limit that a :meth:`snapshot` has set.
+        limit that a :meth:`snapshot` has set, or put another in its place.
 
         reload: take θ from ``local``, which the peer has rewritten (else θ is what it was).
         spent: the share of the counters (steps, tokens, units) that a commit has taken over, 0 … 1; what is left
@@ -124,25 +125,31 @@ class Island(ABC):
         of: the snapshot whose counters the share is of, if these are not the present ones (:func:`.overlap.left`).
         outer_step: outer steps taken along the chain; learning-rate schedules follow it.
         ahead: pause again after so many inner steps; None: never.
+        until: pause at this number of steps at the latest, on the counters as they are before any are spent; None:
+        there is no such number.
         """
 
     @abstractmethod
-    async def snapshot(self, ahead: int, parts: Sequence[slice]) -> Snapshot:
+    async def snapshot(self, ahead: int, parts: Sequence[slice], until: int | None = None) -> Snapshot:
         """Finish the current inner step, copy θ into ``frozen``, and train on, for at most ``ahead`` inner steps.
 
-        parts: what of θ is to be copied at least, the elements of a fragment.
+        parts: what of θ is to be copied, the elements of a fragment; what else lies in ``frozen`` may be of rounds that
+        are in flight, and stays. until: as in :meth:`resume`.
         The limit holds until :meth:`resume`, :meth:`move` or :meth:`freeze`. Bounded, and raises as :meth:`freeze`
         does; the island is then frozen.
         """
 
     @abstractmethod
-    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> Snapshot:
-        """Finish the current inner step, change θ by the shift that lies in ``frozen``, and train on without a limit.
+    async def move(
+        self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None, until: int | None = None
+    ) -> Snapshot:
+        """Finish the current inner step, change θ by the shift that lies in ``frozen``, and train on without a limit,
+        but for ``until``.
 
-        runs: where, and how. spent, outer_step, of: as in :meth:`resume`. Returns the counters as they were before the
-        share was taken out of them, and, as ``stopped``, the seconds for which training has stood still since the last
-        snapshot, for want of this or for it. When the island has died, ``local`` is
-        changed instead, and its next life goes on from there. Bounded: raises
+        runs: where, and how. spent, outer_step, of, until: as in :meth:`resume`. Returns the counters as they were
+        before the share was taken out of them, and, as ``stopped``, the seconds for which training has stood still
+        since the last move, or since a snapshot before which it had no limit, for want of this or for it. When the
+        island has died, ``local`` is changed instead, and its next life goes on from there. Bounded: raises
         :class:`~atoll.protocol.errors.ResourceError` when it died in the middle, so that nobody knows θ any more; the
         island is then frozen.
         """

@@ -234,6 +234,11 @@ class RoundSection(_Section):
     first_lease: Count = Field(description="sample units leased to a newcomer")
     max_lease: Count = Field(description="most sample units in one lease")
 
+    @property
+    def in_flight(self) -> int:
+        """Rounds that may be in flight at once, each of another fragment (W): as many as begin within the overlap."""
+        return max(-(-self.overlap * self.fragments // self.inner_steps), 1)
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         problems = []
@@ -282,6 +287,12 @@ class RoundSection(_Section):
                 f"grace = {self.grace:g} with {rule}: grace is for those that are about to finish their inner steps, "
                 "and these rounds don't wait for any; set grace to 0"
             )
+        if self.in_flight > 1:
+            problems.append(
+                f"overlap = {self.overlap} with {rule}: rounds of several fragments would be in flight at once, and "
+                "what makes the next one due counts from the last commit; the longest is "
+                f"{self.inner_steps // self.fragments} (inner_steps / fragments)"
+            )
         if self.by == "time":
             if not 1 <= self.every <= 10**6:
                 nearest = 1 if self.every < 1 else 10**6
@@ -318,12 +329,6 @@ class RoundSection(_Section):
             return [
                 f"fragments = {fragments} exceeds inner_steps = {steps}: each has a round in that many steps; the most "
                 f"is {steps}"
-            ]
-        if fragments > 1 and overlap > steps // fragments:
-            return [
-                f"overlap = {overlap} exceeds the {steps // fragments} steps from the round of a fragment to that of "
-                f"the next (inner_steps / fragments), and rounds in flight beside one another are not supported yet; "
-                f"the longest is {steps // fragments}"
             ]
         if overlap > steps:
             return [
@@ -746,11 +751,15 @@ class Manifest(_Section):
         return max(-(-rules.inner_steps * rank // self.codec.rank), rules.least_steps)
 
     @property
+    def regular_steps(self) -> int:
+        """Outer steps until the run winds up: ``budget.rounds`` of each fragment."""
+        return self.budget.rounds * self.round.fragments
+
+    @property
     def outer_steps(self) -> int:
         """Outer steps of the whole run: ``budget.rounds`` of each fragment. What is trained between the last round of
         a fragment and the end is averaged in one more, so that each but the last in order has that."""
-        fragments = self.round.fragments
-        return self.budget.rounds * fragments + fragments - 1
+        return self.regular_steps + self.round.fragments - 1
 
     # ------------------------------------------------------------------ making one
 

@@ -67,6 +67,7 @@ from .errors import (
     TransportError,
 )
 from .fetch import Fetcher, Plan
+from .flights import CALLS, Answer, Brought, Entering, Flight, Flights
 from .fragments import Accounts
 from .identity import Signer
 from .island import Island, Progress, Run, Snapshot
@@ -75,6 +76,7 @@ from .manifest import Manifest
 from .messages import GENESIS, MAX_ROUND_GAP, Body, Commit, Head, Member, Vote, better, decode, hash_of, seal_bytes
 from .messenger import Messenger, message_limit
 from .overlap import Merge, Overlap, left
+from .places import place, reach
 from .probe import Prober
 from .rates import Rates
 from .records import Record, State
@@ -98,6 +100,8 @@ MAX_DONORS = 8
 """Peers asked at once for what this one lacks."""
 MAX_BAN = 6
 """Two to this power: commits for which a reducer that failed again and again gets no part."""
+MAX_HEIGHT = 2**63
+"""Above every commit."""
 EARLY_LIMIT = 256
 """Messages kept for rosters that this peer has not been told of yet."""
 
@@ -118,7 +122,7 @@ class _Limbo:
 
     round: Round
     theta: Floats | Encoded | None
-    snapshot: Snapshot
+    brought: Brought
 
 
 @dataclass
@@ -204,7 +208,7 @@ class Peer:
             forgotten=self._forget,
         )
         self.donor = Donor(
-            transport, store, admits=manifest.admits, busy=lambda: self._round is not None, recent=self._recent,
+            transport, store, admits=manifest.admits, busy=lambda: self._flights.busy, recent=self._recent,
             member=self._in_round, refused=self._refuse, warn=lambda message: self._events("warning", message=message),
         )  # fmt: skip
         self.guide = Guide(
@@ -256,15 +260,17 @@ class Peer:
         self._invitation: _Invitation | None = None
         self._sealed: asyncio.Future[Sealed | None] | None = None
         self._awaited: Call | None = None
-        self._round: Round | None = None
+        self._flights = Flights(manifest, self.layout)
+        self._parked: dict[PeerId, Call] = {}
+        """Calls on a commit that is about to be applied here."""
         self._round_began = asyncio.Event()
         self._limbo: list[_Limbo] = []
         self._early: deque[tuple[PeerId, RoundMessage]] = deque(maxlen=EARLY_LIMIT)
         self._commits: deque[tuple[bytes, Commit]] = deque(maxlen=16)
-        self._newest: tuple[bytes, Commit] | None = None
-        """The head's commit, if this process applied it, and its roster."""
+        self._ended: dict[bytes, tuple[Commit, float]] = {}
+        """The newest commits, as many as rounds may be in flight, that this process applied, and when, by roster."""
         self._told_end: dict[PeerId, float] = {}
-        """When members of that roster that still pinged it were last sent the commit."""
+        """When members of these rosters that still pinged one were last sent the commit."""
         self._better_since: float | None = None
         self._looking: asyncio.Task[None] | None = None
         self._plan: Plan | None = None
@@ -341,8 +347,8 @@ class Peer:
     def stop(self) -> None:
         """Leave as soon as the current decision allows; what is not committed is lost, and said so."""
         self._stopping = True
-        if self._round is not None and not self._round.outcome.done():
-            self._round.outcome.set_exception(RoundVoid("this peer is leaving"))
+        for flight in self._flights:
+            flight.end("this peer is leaving")
         if self._sealed is not None and not self._sealed.done():
             self._sealed.set_result(None)
         self._wake.set()
@@ -393,11 +399,16 @@ class Peer:
         return Standing.KNOWN if peer in self.directory.known else Standing.UNKNOWN
 
     def _in_round(self, peer: PeerId) -> bool:
-        return self._round is not None and peer in self._round.peers
+        return any(peer in flight.round.peers for flight in self._flights)
+
+    @property
+    def _round(self) -> Round | None:
+        """The first round in flight."""
+        return next((flight.round for flight in self._flights), None)
 
     def _room(self) -> float:
         """Seconds for which no round will want this peer's link, as far as it knows; 0 while one may."""
-        if self.finished or self._round is not None or self._engaged is not None or self._invitation is not None:
+        if self.finished or self._flights.busy or self._engaged is not None or self._invitation is not None:
             return 0.0
         if self.state not in ("training", "waiting", "observing"):
             return 0.0
@@ -445,8 +456,9 @@ class Peer:
 
     @property
     def fragment(self) -> int:
-        """The fragment that the next round averages."""
-        return self.layout.due(self.head.outer_step)
+        """The fragment of the next round to be called."""
+        at = self._flights.next(self.head)
+        return self.layout.due(self.head.outer_step if at is None else at)
 
     @property
     def progress(self) -> Progress:
@@ -458,7 +470,7 @@ class Peer:
     @property
     def _winding_up(self) -> bool:
         """Whether all inner steps are done, and what is left of them is averaged, fragment after fragment."""
-        return self.head.outer_step >= self.manifest.budget.rounds * self.layout.fragments and not self.finished
+        return self.head.outer_step >= self.manifest.regular_steps and not self.finished
 
     # --- state at the start --------------------------------------------------------------------------------------
 
@@ -486,6 +498,7 @@ class Peer:
             self._events("warning", message=f"the disk has lost the state of round {self._owed.round}; it is fetched")
         if self.head != GENESIS:
             self._events("resumed", round=self.head.round, outer_step=self.head.outer_step, height=self.head.height)
+        self._flights.leave(self.head)
         self._new_head()
 
     async def _replay(self, entries: Sequence[LogEntry]) -> None:
@@ -598,7 +611,7 @@ class Peer:
         if theta is not None:
             told = island.keep()
             self._keeping = self._spawn(self._save_progress(self.head.id, theta, told))
-        await self._thaw()
+        await self._thaw(self.fragment)
 
     async def _save_progress(self, commit_id: bytes, theta: Floats, told: str) -> None:
         try:
@@ -625,9 +638,14 @@ class Peer:
             # What changes by news wakes this task; what comes due by time alone is noted by _reached. The rest, like
             # the state that a record names, is found out late at no cost.
             self._look_at = self.transport.now() + self._silence
-            if self._commits:
-                commit_id, commit = self._commits.popleft()
-                await self._follow(commit_id, commit)
+            if lost := self._flights.lost(self.head):
+                await self._ground("another roster committed in its place", lost)
+                continue
+            if (flight := self._flights.landing(self.head)) is not None:
+                await self._land(flight)
+                continue
+            if (following := self._to_follow()) is not None:
+                await self._follow(*following)
                 continue
             if self._plan is not None:
                 await self._catch_up(self._plan)
@@ -657,6 +675,7 @@ class Peer:
                     await self._keep_progress()
                     continue
             await self._wake.wait(max(self._look_at - self.transport.now(), 0.001))
+        await self._ground("this peer is leaving")
         if self._keep_every and self.island is not None and not self.finished:
             await self._keep_progress()
             if self._keeping is not None:
@@ -684,7 +703,9 @@ class Peer:
         self._voids.clear()
         self._ranks.clear()
         self._ranked = (None, [])
-        self._called_here.clear()
+        if not self._flights.several:
+            self._called_here.clear()
+            self._invitation = None
         self._callers.clear()
         self._fruitless = 0
         self._unfit.clear()
@@ -692,17 +713,29 @@ class Peer:
             self._keep_at = self._base_since + self._keep_every
         self._look_again()
         self._report_now.set()
-        self._last_round = self.head.round
         self._accounts.inner_steps = self.manifest.inner_steps(self.replica.rank)
-        self._limbo.clear()
-        self._invitation = None
+        self._last_round = max([self.head.round, *(flight.round.seal.round for flight in self._flights)])
+        # Of this base and before; what was for a later place may still come.
+        later = self.head.outer_step if self._flights.several else float("inf")
+        self._limbo = [limbo for limbo in self._limbo if limbo.round.place >= later]
         self._better_since = None
-        self._commits = deque((i, c) for i, c in self._commits if c.body.parent == self.head.id)
+        above = self.head.height + 1 if self._flights.several else MAX_HEIGHT
+        self._commits = deque(
+            (item for item in self._commits if item[1].body.parent == self.head.id or item[1].body.height > above),
+            maxlen=16,
+        )
         digest = self.replica.start_digest(self.transport)
         head = self.head
         digest.add_done_callback(lambda task: self._log_digest(head, task))
         if self._on_head is not None:
             self._on_head(self.replica.position)
+        for flight in self._flights:
+            flight.round.news()
+        for peer in list(self._parked):
+            try:
+                self._called(peer, self._parked.pop(peer))
+            except PeerMisbehaved as error:
+                self._refuse(peer, str(error))
         self._wake.set()
 
     def _look_again(self) -> None:
@@ -725,7 +758,7 @@ class Peer:
 
     def _forget(self, peer: PeerId) -> None:
         """A peer has been gone for long: nothing is kept of it."""
-        said = (self._heads, self._ahead, self._reports, self._ranks)
+        said = (self._heads, self._ahead, self._reports, self._ranks, self._parked)
         for table in (*said, self._doubts, self._patience, self._strikes, self._reluctant, self._deaf, self._sealless):
             table.pop(peer, None)
         self.guide.forget(peer)
@@ -749,8 +782,23 @@ class Peer:
     def _rank(self, peer: PeerId) -> bytes:
         known = self._ranks.get(peer)
         if known is None:
-            known = self._ranks[peer] = rank(self.manifest.run_id, self.head.id, peer)
+            base = self.head.id
+            if self._flights.several:
+                # Heads differ for a moment while calls go on, and the order must not.
+                at = self._flights.next(self.head)
+                base = (self.head.outer_step if at is None else at).to_bytes(32, "big")
+            known = self._ranks[peer] = rank(self.manifest.run_id, base, peer)
         return known
+
+    def _next_place(self) -> None:
+        """A round has been launched, or came to nothing: the next one is for another place."""
+        if not self._flights.several:
+            return
+        self._quorum_since = None
+        self._fruitless = 0
+        self._ranks.clear()
+        self._ranked = (None, [])
+        self._report_now.set()
 
     def _own_report(self) -> Report:
         assert self.island is not None
@@ -761,6 +809,9 @@ class Peer:
             progress, self._accounts.wanting(counted, self.fragment), outer_step=self.head.outer_step,
             elapsed=self._elapsed(), peers=len(self.directory.candidates()) + 1,
         )  # fmt: skip
+        if self._flights.next(self.head) is None:
+            # As many rounds are in flight as may be.
+            ready, eta = False, max(eta, self._silence)
         return Report(
             self.head,
             progress.steps,
@@ -777,7 +828,7 @@ class Peer:
         only have to know who lives when the first dies, every second time."""
         if self.island is None:
             return
-        told: tuple[Head, bool] | None = None
+        told: tuple[Head, bool, int | None] | None = None
         told_at, beat = float("-inf"), 0
         every = min(REPORT_EVERY, self._silence / 2.5)
         while True:
@@ -787,7 +838,8 @@ class Peer:
             self._ready_since = (self._ready_since or now) if report.ready else None
             self._note_readiness(report)
             self._say_whether_it_trains(report)
-            news = (report.head, report.ready) != told
+            saying = report.head, report.ready, self._flights.next(self.head)
+            news = saying != told
             if news or now >= told_at + every:
                 ordered = self._ordered()
                 beat = 0 if news else beat + 1
@@ -796,7 +848,7 @@ class Peer:
                 count = len(ordered) if patient else 1 if beat % 2 else 3
                 others = [peer for peer in ordered[: count + 1] if peer != self.transport.peer_id]
                 self.messenger.post_all(others[:count], report)
-                told, told_at = (report.head, report.ready), now
+                told, told_at = saying, now
             # Wake when the next report is due, or when this peer will be ready, whichever is first.
             pause = max(told_at + every - self.transport.now(), 0.01)
             if not report.ready and report.leased:
@@ -827,13 +879,13 @@ class Peer:
         for peer in self._ordered():
             if peer in (coordinator, self.transport.peer_id):
                 return
-            here = self._heads.get(peer) == self.head and self.messenger.silent_for(peer, 0.0) <= self._silence
+            here = self._is_here(peer) and self.messenger.silent_for(peer, 0.0) <= self._silence
             if here and peer not in self._callers:
                 self._put_off(self._reluctant, peer)
 
     def _say_whether_it_trains(self, report: Report) -> None:
         """Without samples a peer stands still until a commit brings some; it must not look as if it trained."""
-        if self._round is not None or self.state not in ("training", "waiting"):
+        if self.state not in ("training", "waiting") or (self._flights and not self._flights.several):
             return
         if report.leased:
             self._set_state("training")
@@ -874,11 +926,16 @@ class Peer:
         head, now, silence = self.head, self.transport.now(), self._silence
         live = {
             peer: report for peer, (report, at) in self._reports.items()
-            if report.head == head and (now < at + silence or now < self._gone_at(peer, at))
+            if self._flights.knows(report.head, head) and (now < at + silence or now < self._gone_at(peer, at))
         }  # fmt: skip
         if self.island is not None:
             live[self.transport.peer_id] = self._own_report()
         return live
+
+    def _is_here(self, peer: PeerId) -> bool:
+        """Whether a peer was last heard to be at this head, or about to be."""
+        head = self._heads.get(peer)
+        return head is not None and self._flights.knows(head, self.head)
 
     def _gone_at(self, peer: PeerId, since: float) -> float:
         """When a peer that says nothing more counts as gone, its silence counted from ``since`` at the earliest."""
@@ -894,7 +951,7 @@ class Peer:
                 continue  # it says that it is elsewhere, and that could not be verified
             known = self.directory.known.get(peer)
             since = max(self._base_since, known.since if known is not None else 0.0, self.messenger.epoch)
-            here = self._heads.get(peer) == self.head and not self._reached(self._gone_at(peer, since))
+            here = self._is_here(peer) and not self._reached(self._gone_at(peer, since))
             if here or not (self.messenger.failing(peer) or self._reached(since + self._silence)):
                 # The order must exclude nobody: if who is ahead does not call in all that time, this peer does.
                 ready = self._quorum_since if self._quorum_since is not None else now
@@ -922,6 +979,10 @@ class Peer:
         """What to call now, if anything: a round when a quorum of the live is ready and grace is over; leases alone
         when somebody has no samples and the next round is not near."""
         rules, now = self.manifest.round, self.transport.now()
+        if self._flights and (
+            self._flights.next(self.head) is None or self._last_round - self.head.round >= MAX_ROUND_GAP // 2
+        ):
+            return None  # until some have landed
         # Who does not answer calls makes no quorum, whatever it reports.
         everyone = self._live()
         live = {peer: report for peer, report in everyone.items() if not self._is_put_off(self._deaf, peer)}
@@ -945,9 +1006,12 @@ class Peer:
             ]  # fmt: skip
             # It costs next to nothing, but whoever says that it has no samples must not cause one after another.
             near = wait <= 2 * self._silence or not self._reached(self._base_since + self._silence / 2)
+            near = near or len(self._flights) > 0
             return Due.LEASES if without and not near else None
         if self._quorum_since is None:
             self._quorum_since = now
+        if not trainers and self._flights:
+            return None
         if not trainers:
             # Nobody has samples yet. Give those who are just starting a moment.
             return Due.ROUND if self._reached(self._quorum_since + self._silence / 5) else None
@@ -969,7 +1033,7 @@ class Peer:
             return  # there is no room for more peers, so nothing is kept of this one
         match message:
             case Report():
-                self._reports[peer] = (message, self.transport.now())
+                self._reports[peer] = (self._flights.read(peer, message), self.transport.now())
                 self._learn_head(peer, message.head)
                 self._hear_round(message)
                 self.messenger.post(peer, Heard(self.head, self._last_round))
@@ -1025,12 +1089,19 @@ class Peer:
     def _called(self, peer: PeerId, call: Call) -> None:
         if self.island is None or self._stopping or self.store.prefers(self._owed, self.head):
             return
-        if call.base != self.head or not self.head.round < call.round <= self.head.round + MAX_ROUND_GAP:
+        answer = self._answer_to(peer, call)
+        if answer is Answer.WAIT:
+            self._learn_head(peer, call.base)
+            self._parked[peer] = call
+            asyncio.get_running_loop().call_later(self._silence / 2, self._unpark, peer, call)
+            return
+        if answer is not Answer.ENTER:
+            if answer is Answer.BUSY and (flight := self._flights.at(self._place_of(call))) is not None:
+                self.messenger.post(peer, Busy(call.call, PeerId(flight.round.seal.coordinator)))
+                return
             self._learn_head(peer, call.base)
             self.messenger.post(peer, Refuse(call.call, self.head))
             return
-        if call.fragment != self.fragment:
-            raise PeerMisbehaved(f"a call for fragment {call.fragment} where {self.fragment} is due", peer)
         self._callers[peer] = None
         invitation = _Invitation(peer, call)
         if call.call in self._called_here:
@@ -1051,6 +1122,26 @@ class Peer:
             return
         self._invite(invitation)
         self._wake.set()
+
+    def _unpark(self, peer: PeerId, call: Call) -> None:
+        """The commit that a call stands on has not come here."""
+        if self._parked.get(peer) is call:
+            del self._parked[peer]
+            self.messenger.post(peer, Refuse(call.call, self.head))
+
+    def _place_of(self, call: Call) -> int:
+        return place(call.base, call.fragment, self.layout)
+
+    def _answer_to(self, peer: PeerId, call: Call) -> Answer:
+        """What to make of a call. Raises :class:`PeerMisbehaved` for one that nobody may make on that base."""
+        if not call.base.round < call.round <= call.base.round + MAX_ROUND_GAP:
+            return Answer.REFUSE
+        if not self._flights.knows(call.base, self.head):
+            return self._flights.answer(call.base, 0, self.head)
+        due, most = self.layout.due(call.base.outer_step), reach(call.base.outer_step, self.manifest)
+        if call.fragment >= self.layout.fragments or (call.fragment - due) % self.layout.fragments >= most:
+            raise PeerMisbehaved(f"a call for fragment {call.fragment} where {due} is due", peer)
+        return self._flights.answer(call.base, call.fragment, self.head) if self._flights.several else Answer.ENTER
 
     def _invite(self, invitation: _Invitation) -> None:
         """Of two calls the earlier candidate's is entered, and of one candidate's the last; the other is told."""
@@ -1099,7 +1190,7 @@ class Peer:
             return
         try:
             check_seal(seal, self.manifest, self.layout)
-            if (seal.round, seal.leases) != (call.round, call.leases):
+            if (seal.round, seal.leases, seal.fragment) != (call.round, call.leases, call.fragment):
                 raise PeerMisbehaved("a seal that is not what was called for")
             if seal.rank != self.replica.rank:
                 raise PeerMisbehaved(f"a seal with rank {seal.rank} where {self.replica.rank} is in force")
@@ -1114,14 +1205,16 @@ class Peer:
     def _resolve_seal(self, sealed: Sealed | None) -> None:
         if self._sealed is not None and not self._sealed.done():
             self._sealed.set_result(sealed)
+            if self._flights.several:
+                self._wake.set()
 
     def _for_round(self, peer: PeerId, message: RoundMessage) -> None:
-        if self._round is not None and self._round.roster_id == message.roster:
-            self._round.receive(peer, message)
+        if (flight := self._flights.of(message.roster)) is not None:
+            flight.round.receive(peer, message)
             return
-        if self._newest is not None and message.roster == self._newest[0]:
+        if (ended := self._ended.get(message.roster)) is not None:
             if isinstance(message, Ping):
-                self._tell_end(peer, self._newest[1])
+                self._tell_end(peer, *ended)
             return
         if isinstance(message, Ballot):
             for limbo in self._limbo:
@@ -1131,10 +1224,12 @@ class Peer:
         if not isinstance(message, Ping) and sum(sender == peer for sender, _ in self._early) < 8:
             self._early.append((peer, message))
 
-    def _tell_end(self, peer: PeerId, commit: Commit) -> None:
-        """A member still pings the roster of the head: it has missed how that round ended, unless it is only late."""
+    def _tell_end(self, peer: PeerId, commit: Commit, ended: float) -> None:
+        """A member still pings the roster of the head, or one before it that was in flight beside that: it has missed
+        how that round ended, unless it is only late."""
         now, pause = self.transport.now(), self._silence / 5
-        if now - max(self._base_since, self._told_end.get(peer, self._base_since)) <= pause:
+        since = ended if self._flights.several else self._base_since
+        if now - max(since, self._told_end.get(peer, since)) <= pause:
             return
         # A commit is large and a ping small: nobody else gets one for the asking, and nobody one after another.
         if any(member.peer == peer for member in commit.body.seal.members):
@@ -1156,19 +1251,54 @@ class Peer:
             return
         head = Head(commit_id, body.height, body.weight, body.round, body.outer_step)
         self._learn_head(peer, head)
-        if self._round is not None and hash_of(body.seal) == self._round.roster_id:
-            self._round.committed(commit)
+        if (flight := self._flights.of(hash_of(body.seal))) is not None:
+            flight.round.committed(commit)
             return
-        if body.parent == self.head.id and all(commit_id != known for known, _ in self._commits):
+        if all(commit_id != known for known, _ in self._commits):
+            if body.parent != self.head.id:
+                if self._flights.several and body.height > self.head.height + 1:
+                    self._commits.append((commit_id, commit))  # those before it are about to come, too
+                return
             self._commits.append((commit_id, commit))
-            if self._round is not None and len(body.seal.members) == 1 < len(self._round.peers):
+            rival = self._rival(commit)
+            if rival is not None and len(body.seal.members) == 1 < len(rival.round.peers):
                 return  # a peer alone does not end a group's round; its commit waits
-            if self._calling is not None:
+            if self._calling is not None and self._takes(commit, self._calling.base, self._calling.fragment):
                 self._calling.changed.set()
-            if self._round is not None and not self._round.outcome.done():
-                self._round.outcome.set_exception(RoundVoid("another roster committed on the same base"))
-            self._resolve_seal(None)
+            if rival is not None:
+                rival.end("another roster committed on the same base")
+            if self._awaited is not None and self._takes(commit, self._awaited.base, self._awaited.fragment):
+                self._resolve_seal(None)
             self._wake.set()
+
+    def _takes(self, commit: Commit, base: Head, fragment: int | None) -> bool:
+        """Whether a commit on this head takes the place that another roster, or call, was for."""
+        if not self._flights.several:
+            return True
+        # One of leases alone takes none.
+        if not commit.body.chunks or fragment is None or commit.body.parent != self.head.id:
+            return False
+        return place(base, fragment, self.layout) == self.head.outer_step
+
+    def _rival(self, commit: Commit) -> Flight | None:
+        """The round in flight whose place a commit on this head takes."""
+        for flight in self._flights:
+            # A frozen island is unfrozen by any commit, and must not train on while a round averages what it holds.
+            if flight.paused or self._takes(commit, flight.round.seal.base, flight.round.seal.fragment):
+                return flight
+        return None
+
+    def _to_follow(self) -> tuple[bytes, Commit] | None:
+        """The next commit on this head that is to be followed: a round whose place it takes has to end before."""
+        for commit_id, commit in self._commits:
+            if commit.body.parent != self.head.id:
+                continue
+            if (rival := self._rival(commit)) is None:
+                self._commits = deque((item for item in self._commits if item[0] != commit_id), maxlen=16)
+                return commit_id, commit
+            if len(commit.body.seal.members) > 1 or len(rival.round.peers) == 1:
+                rival.end("another roster committed on the same base")
+        return None
 
     async def _serve_reduce(self, stream: Stream) -> None:
         """A member opened a reduce stream; its first frame carries the roster, news that may come before the seal."""
@@ -1185,15 +1315,15 @@ class Peer:
                 return
             roster_id = hash_of(hello.seal)
             self._check_hello(peer, hello, roster_id)
-            if self._round is None or self._round.roster_id != roster_id:
+            if self._flights.of(roster_id) is None:
                 self._offer_seal(peer, Sealed(hello.seal, hello.signature))
             try:
                 async with asyncio.timeout(self._silence):
-                    while self._round is None or self._round.roster_id != roster_id:
+                    while (flight := self._flights.of(roster_id)) is None:
                         await self._round_began.wait()
             except TimeoutError:
                 return  # one that ended here, or never began
-            await self._round.serve(stream, hello)
+            await flight.round.serve(stream, hello)
         except (PeerMisbehaved, PeerSlow) as error:
             self._refuse(peer, str(error), error.fault)
 
@@ -1203,7 +1333,7 @@ class Peer:
         members = {member.peer for member in seal.members}
         if peer not in members or self.transport.peer_id not in members:
             raise PeerMisbehaved("a reduce stream for a roster that not both are in")
-        if self._round is not None and self._round.roster_id == roster_id:
+        if self._flights.of(roster_id) is not None:
             return
         if not self.signer.verify(PeerId(seal.coordinator), seal_bytes(roster_id), hello.signature):
             raise PeerMisbehaved("a reduce stream for a roster that its coordinator did not sign")
@@ -1223,30 +1353,33 @@ class Peer:
             progress = self.island.progress()
             snapshot = Snapshot(progress.steps, progress.tokens, progress.units, progress.leased)
         else:
-            snapshot = await self._set_out()
+            snapshot = await self._set_out(call)
             self._note_life()
-            weight = self._stated(snapshot)[0]
-        if weight and not await self._sendable():
+            weight = self._stated(snapshot, call.fragment)[0]
+        if weight and not await self._sendable(call.fragment):
             reason = "the local parameters are not finite, or huge; they are dropped, with their tokens"
             self._events("warning", message=reason)
             await self._reload_island()
-            snapshot, weight = await self._set_out(), 0
-        brought = self._accounts.snapshot(snapshot, self.fragment)
+            snapshot, weight = await self._set_out(call), 0
+        brought = self._accounts.snapshot(snapshot, call.fragment)
         target = rules.first_lease if not brought.units and not brought.leased else 2 * brought.units
         target = min(max(target, rules.first_lease // 2), rules.max_lease)
         if call.leases and brought.leased:
             target = 0  # whoever has samples waits for the next round with its wishes
+        want = max(target - brought.leased - self._flights.wanted(), 0)
+        total = self._accounts.total(snapshot, call.fragment)
+        self._flights.entering = Entering(Brought(snapshot, total), self._ahead_of_round, self._frozen)
         member = Member(
-            peer=self.transport.peer_id, nonce=self._nonce, weight=weight, steps=self._stated(snapshot)[1],
-            want=max(target - brought.leased, 0), upload=self.rates.upload, download=self.rates.download,
-            reachable=self.reachable,
+            peer=self.transport.peer_id, nonce=self._nonce, weight=weight,
+            steps=self._stated(snapshot, call.fragment)[1], want=want, upload=self.rates.upload,
+            download=self.rates.download, reachable=self.reachable,
         )  # fmt: skip
         return member, snapshot
 
-    def _stated(self, snapshot: Snapshot) -> tuple[int, int]:
-        """Tokens and steps that this peer states of what it has frozen."""
-        brought = self._accounts.snapshot(snapshot, self.fragment)
-        age = self._accounts.age(self.fragment)
+    def _stated(self, snapshot: Snapshot, fragment: int) -> tuple[int, int]:
+        """Tokens and steps that this peer states of what it has frozen of a fragment."""
+        brought = self._accounts.snapshot(snapshot, fragment)
+        age = self._accounts.age(fragment)
         tokens, steps = self.manifest.stale.stated(brought.tokens, brought.steps, age)
         return min(tokens, self.manifest.round.weight_cap), steps
 
@@ -1261,12 +1394,12 @@ class Peer:
         self._accounts.grow_old(body.fragment, False)
         return tokens
 
-    async def _sendable(self) -> bool:
+    async def _sendable(self, fragment: int) -> bool:
         """Whether all of what this peer brings can be sent; an island that encodes has done so then."""
         encoder = self._encoder
         if encoder is None:
-            return await self.transport.offload(self.replica.sendable, self._local(), self.fragment)
-        self._encoded = await encoder.encode(self.fragment)
+            return await self.transport.offload(self.replica.sendable, self._local(), fragment)
+        self._encoded = await encoder.encode(fragment)
         return self._encoded is not None
 
     async def _no_island(self, error: ResourceError) -> None:
@@ -1275,30 +1408,32 @@ class Peer:
         me = self.transport.peer_id
         self._voids[me] = self._voids.get(me, 0) + 1
         self._rests_until = self.transport.now() + self._silence
-        await self._thaw()  # the wish is kept, and is the next child's
+        await self._thaw(self.fragment)  # the wish is kept, and is the next child's
 
     async def _freeze(self) -> Snapshot:
         assert self.island is not None
         self._frozen = True
         return await self.island.freeze()
 
-    async def _set_out(self) -> Snapshot:
+    async def _set_out(self, call: Call) -> Snapshot:
         """Freeze what a round is to average; with overlap, training goes on from there."""
-        island, ahead = self.island, self.manifest.round.overlap
+        island, ahead, fragment = self.island, self.manifest.round.overlap, call.fragment
         assert island is not None
         # In the last rounds there is nothing to run ahead for.
-        regular = self.manifest.budget.rounds * self.layout.fragments
-        if not ahead or island.frozen is None or self.head.outer_step + 1 >= regular:
+        if not ahead or island.frozen is None or self._place_of(call) + 1 >= self.manifest.regular_steps:
             return await self._freeze()
         self._frozen = True
+        until = self._flights.until()
         if self._rule.departs:
             snapshot = await island.freeze()
-            for part in self.layout.fragment(self.fragment).stretches():
+            for part in self.layout.fragment(fragment).stretches():
                 await self.transport.offload(np.copyto, island.frozen[part], island.local[part])
-            await self.transport.offload(self.replica.start, self._rule, island.frozen, island.local, self.fragment)
-            await island.resume(reload=True, spent=0.0, outer_step=self.head.outer_step, ahead=ahead)
+            await self.transport.offload(self.replica.start, self._rule, island.frozen, island.local, fragment)
+            await island.resume(
+                reload=True, spent=0.0, outer_step=self.head.outer_step, ahead=ahead, until=until
+            )  # fmt: skip
         else:
-            snapshot = await island.snapshot(ahead, self.layout.fragment(self.fragment).stretches())
+            snapshot = await island.snapshot(ahead, self.layout.fragment(fragment).stretches(), until)
         self._frozen, self._ahead_of_round = False, True
         return snapshot
 
@@ -1327,25 +1462,37 @@ class Peer:
             self.replica.residual.fill(0)
         for limbo in self._limbo:
             limbo.theta = None  # its Δ is no longer in the local parameters, and cannot leave them
+        self._flights.ground()
         self._frozen = self._ahead_of_round = False
         self._encoded = None
         self._accounts.clear(self.fragment)
         await self.island.resume(reload=True, spent=1.0, outer_step=self.head.outer_step)
 
-    async def _thaw(self) -> None:
-        """Go on training as before, if a freeze stopped it, or ahead of a round that has come to nothing."""
+    async def _thaw(self, fragment: int) -> None:
+        """Go on training as before, if a freeze stopped it, or ahead of a round of that fragment that has come to
+        nothing."""
         assert self.island is not None
+        until = self._flights.until()
         if self._frozen:
             self._frozen = self._ahead_of_round = False
-            await self.island.resume(reload=False, spent=0.0, outer_step=self.head.outer_step, ahead=self._may_step())
+            await self.island.resume(
+                reload=False, spent=0.0, outer_step=self.head.outer_step, ahead=self._may_step(), until=until
+            )  # fmt: skip
         elif self._ahead_of_round:
             self._ahead_of_round = False
             if self._rule.departs:
                 assert self.island.frozen is not None
-                runs = await self.transport.offload(self.replica.abort, self._rule, self.island.frozen, self.fragment)
+                runs = await self.transport.offload(self.replica.abort, self._rule, self.island.frozen, fragment)
                 await self._move_island(runs, spent=0.0, of=None)
             else:
-                await self.island.resume(reload=False, spent=0.0, outer_step=self.head.outer_step)
+                await self.island.resume(reload=False, spent=0.0, outer_step=self.head.outer_step, until=until)
+
+    async def _withdraw(self, call: Call) -> None:
+        """A call that was entered has come to nothing."""
+        entering, self._flights.entering = self._flights.entering, None
+        if entering is not None and entering.grounded:
+            self._ahead_of_round = False
+        await self._thaw(call.fragment)
 
     def _may_step(self, tokens: int | None = None) -> int | None:
         """How many inner steps an island that goes on may make: any number, but none while the run winds up and it
@@ -1361,13 +1508,22 @@ class Peer:
         were then. None when it died of it: then it has begun anew from the global parameters."""
         assert self.island is not None
         self._ahead_of_round = False
+        until = self._flights.until()
         try:
-            return await self.island.move(runs, spent=spent, outer_step=self.head.outer_step, of=of)
+            moved = await self.island.move(runs, spent=spent, outer_step=self.head.outer_step, of=of, until=until)
         except ResourceError as error:
             self._frozen = True
             self._events("warning", message=f"{error}; the inner steps since the last commit are lost")
             await self._reload_island(residual=True)
             return None
+        self._lower(moved, spent, of)
+        return moved
+
+    def _lower(self, counted: Snapshot, spent: float, of: Snapshot | None) -> None:
+        """A share has been taken out of the island's counters."""
+        self._flights.lower(counted, spent, of)
+        for limbo in self._limbo:
+            limbo.brought.lower(counted, spent, of)
 
     def _seen(self) -> list[Ballot]:
         return [ballot for limbo in self._limbo for ballot in limbo.round.ballots()][:8]
@@ -1389,9 +1545,12 @@ class Peer:
         spare = [p for p in self.directory.candidates() if p not in live and not self.messenger.failing(p)]
         leases = due is Due.LEASES
         awaited = {peer for peer in chosen if not self._is_put_off(self._deaf, peer)}
-        calling = Calling(self.transport.random.randbytes(16), self._last_round + 1, self.head, awaited, leases)
+        fragment = self.layout.due(self.head.outer_step) if leases else self.fragment
+        calling = Calling(
+            self.transport.random.randbytes(16), self._last_round + 1, self.head, awaited, leases, fragment=fragment
+        )
         self._calling, self._engaged = calling, self.transport.peer_id
-        call = Call(calling.nonce, calling.round, self.fragment, self.head, due is Due.LEASES)
+        call = Call(calling.nonce, calling.round, fragment, self.head, due is Due.LEASES)
         called = [*chosen, *spare[: rules.max_group - 1 - len(chosen)]]
         self.messenger.post_all(called, call)
         own: tuple[Member, Snapshot] | None = None
@@ -1409,8 +1568,9 @@ class Peer:
                 window = now + self._silence / 2
             while not calling.complete() and self.transport.now() < window and not self._stopping:
                 calling.changed.clear()
+                await self._land_beside()
                 others = calling.busy.values()
-                if self._commits or any(self._earlier(other, self.transport.peer_id) for other in others):
+                if self._overtaken(call) or any(self._earlier(other, self.transport.peer_id) for other in others):
                     break
                 for peer in calling.expected - calling.answered:
                     if self.messenger.failing(peer):
@@ -1431,7 +1591,7 @@ class Peer:
                 return
             if any(self._merge(ballot) for ballot in unite([*self._seen(), *calling.seen])):
                 return
-            if len(calling.entered) + 1 < rules.quorum or self._commits or self._stopping:
+            if len(calling.entered) + 1 < rules.quorum or self._overtaken(call) or self._stopping:
                 self._voids[self.transport.peer_id] = self._voids.get(self.transport.peer_id, 0) + 1
                 return
             seal = make_seal(
@@ -1455,17 +1615,23 @@ class Peer:
             self._calling = None
             self.messenger.post_all(calling.entered, Release(calling.nonce))
             if own is not None:
-                await self._thaw()
+                await self._withdraw(call)
             self._engaged = None
+
+    def _overtaken(self, call: Call) -> bool:
+        """Whether a commit has taken the place that a call is for."""
+        return any(self._takes(commit, call.base, call.fragment) for _, commit in self._commits)
 
     async def _take_part(self, invitation: _Invitation) -> None:
         """Enter another's call, wait for its seal, and take part."""
         coordinator, call = invitation.coordinator, invitation.call
-        if call.base != self.head:
-            return
+        if self._answer_to(coordinator, call) is not Answer.ENTER:
+            return  # it has become a matter of the past
         self._pass_over(coordinator)
         self._engaged, self._awaited = coordinator, call
         self._called_here[call.call] = None
+        if len(self._called_here) > CALLS and self._flights.several:
+            del self._called_here[next(iter(self._called_here))]
         self._sealed = asyncio.get_running_loop().create_future()
         entered: tuple[Member, Snapshot] | None = None
         try:
@@ -1474,7 +1640,7 @@ class Peer:
             sealed = await self._await_seal(coordinator)
             if sealed is not None:
                 mine = next((m for m in sealed.seal.members if m.peer == self.transport.peer_id), None)
-                if mine != entered[0] or sealed.seal.base != self.head:
+                if mine != entered[0] or sealed.seal.base != call.base:
                     self._refuse(coordinator, "it sealed a roster that does not say what this peer entered with")
                 else:
                     snapshot, entered = entered[1], None
@@ -1485,7 +1651,7 @@ class Peer:
         finally:
             self._sealed, self._awaited = None, None
             if entered is not None:
-                await self._thaw()
+                await self._withdraw(call)
             self._engaged = None
 
     async def _await_seal(self, coordinator: PeerId) -> Sealed | None:
@@ -1501,23 +1667,45 @@ class Peer:
                 self._voids[coordinator] = self._voids.get(coordinator, 0) + 1
                 self._events("void", round=self._last_round + 1, roster="", reason="no seal came")
                 return None
-            await asyncio.wait([self._sealed], timeout=self._silence / 5)
+            if not self._flights.several:
+                await asyncio.wait([self._sealed], timeout=self._silence / 5)
+                continue
+            self._wake.clear()
+            await self._land_beside()
+            if not self._sealed.done():
+                await self._wake.wait(self._silence / 5)
         return self._sealed.result()
 
     # --- the round -----------------------------------------------------------------------------------------------
 
-    def _obsolete(self) -> bool:
+    def _obsolete(self, roster_id: bytes) -> bool:
         # Only what was verified counts here: anybody can claim a head, and must not stop a round with it.
-        group = self._round is not None and len(self._round.peers) > 1
-        plan = self._plan
-        better_way = plan is not None and self.guide.surpasses(plan.head, plan.anchored, self.head)
-        return better_way or any(len(commit.body.seal.members) > 1 or not group for _, commit in self._commits)
+        flight, plan = self._flights.of(roster_id), self._plan
+        if plan is not None and self.guide.surpasses(plan.head, plan.anchored, self.head):
+            return True
+        if flight is None:
+            return True
+        seal, group = flight.round.seal, len(flight.round.peers) > 1
+        return any(
+            self._takes(commit, seal.base, seal.fragment) and (len(commit.body.seal.members) > 1 or not group)
+            for _, commit in self._commits
+        )
 
     async def _run_round(self, sealed: Sealed, snapshot: Snapshot) -> None:
-        """From the seal to the commit, or back to training."""
+        """From the seal to the commit, or back to training. Where rounds may be in flight beside one another, this ends
+        with the seal, and the main task looks at the round again when it is over."""
+        flight = self._launch(sealed, snapshot)
+        if self._flights.several:
+            flight.task = self._spawn(self._fly(flight))
+        else:
+            await self._fly(flight)
+            await self._land(flight)
+
+    def _launch(self, sealed: Sealed, snapshot: Snapshot) -> Flight:
         assert self.island is not None
-        seal, roster_id = sealed.seal, hash_of(sealed.seal)
-        self._set_state("averaging")
+        seal, roster_id, several = sealed.seal, hash_of(sealed.seal), self._flights.several
+        if not several or self._frozen:
+            self._set_state("averaging")
         self._last_round = max(self._last_round, seal.round)
         self._events(
             "seal", round=seal.round, fragment=seal.fragment, roster=roster_id.hex(),
@@ -1529,60 +1717,139 @@ class Peer:
         )  # fmt: skip
         around = Surroundings(
             self.transport, self.messenger, self.signer, self.manifest, self.layout, self.replica, self._events,
-            fetch=self.fetcher.chunks, everyone=lambda: list(self.directory.known), obsolete=self._obsolete,
-            afterwards=self._spawn,
+            fetch=self.fetcher.chunks, everyone=lambda: list(self.directory.known),
+            obsolete=lambda: self._obsolete(roster_id), afterwards=self._spawn,
+            carried=self._flights.carried if several else None,
         )  # fmt: skip
-        current = Round(around, seal, sealed.signature, roster_id, self._theta())
-        self._round = current
+        entering, self._flights.entering = self._flights.entering, None
+        assert entering is not None
+        theta: Floats | Encoded | None = self._theta()
+        if several:
+            theta = self.island.frozen if entering.ahead else self.island.local
+        current = Round(around, seal, sealed.signature, roster_id, theta)
+        current.stay(self._flights.patience(self._silence))
+        flight = Flight(
+            current, entering.brought, self.transport.now(), entering.ahead, entering.paused,
+            grounded=entering.grounded,
+        )  # fmt: skip
+        self._flights.add(flight)
+        if several:
+            self._ahead_of_round = False
+            for peer in current.peers:
+                if peer in self._reports:
+                    report, at = self._reports[peer]
+                    self._reports[peer] = (self._flights.read(peer, report), at)
+            self._rests_until = float("-inf")
+            self._next_place()
         began, self._round_began = self._round_began, asyncio.Event()
         began.set()
-        started = self.transport.now()
         early, self._early = list(self._early), deque(maxlen=EARLY_LIMIT)
+        for peer, message in early:
+            try:
+                self._for_round(peer, message)
+            except PeerMisbehaved as error:
+                self._refuse(peer, str(error))
+        return flight
+
+    async def _fly(self, flight: Flight) -> None:
         try:
-            for peer, message in early:
-                try:
-                    self._for_round(peer, message)
-                except PeerMisbehaved as error:
-                    self._refuse(peer, str(error))
-            commit = await current.run()
+            flight.commit = await flight.round.run()
         except RoundVoid as void:
-            self._round = None
-            self._events("void", round=seal.round, roster=roster_id.hex(), reason=str(void))
-            coordinator = PeerId(seal.coordinator)
-            self._voids[coordinator] = self._voids.get(coordinator, 0) + 1
-            # A copy, for the others may commit it yet, and then exactly this Δ has been taken over.
-            theta = current.theta
-            if theta is not None and not isinstance(theta, Encoded):
-                theta = await self.transport.offload(_copied, theta, self.layout.fragment(seal.fragment))
-            committed = {hash_of(commit.body.seal) for _, commit in self._commits}
-            # A roster for leases brought nothing: it must not push out one that did.
-            kept = [limbo for limbo in self._limbo if limbo.theta is not None or limbo.round.ballots()]
-            self._limbo = [*kept[-1:], _Limbo(current, theta, snapshot)]
-            for older in self._limbo[:-1]:
-                # Memory for one copy, unless this very one turned out to have been committed.
-                if theta is not None and older.round.roster_id not in committed:
-                    older.theta = None
-            self._unfit |= current.failed_reducers
-            if self._encoder is not None:
-                self._encoder.hold([limbo.theta for limbo in self._limbo if isinstance(limbo.theta, Encoded)])
-            await self._thaw()
-            for ballot in current.ballots():
-                self._merge(ballot)
-        else:
-            brought = current.theta if isinstance(current.theta, Encoded) else self._theta()
-            await self._apply(
-                hash_of(commit.body), commit, current.averaged(commit), me=current.me, frozen=brought,
-                snapshot=snapshot, seconds=self.transport.now() - started,
-            )  # fmt: skip
+            flight.void = void
+        self._wake.set()
+        if self._calling is not None:
+            self._calling.changed.set()
+
+    async def _land_beside(self) -> None:
+        """Land rounds while the answers to a call, or its seal, are waited for: what was frozen for it stays."""
+        if self._flights.several:
+            while (flight := self._flights.landing(self.head)) is not None:
+                await self._land(flight)
+
+    async def _land(self, flight: Flight, chunks: list[bytes] | None = None) -> None:
+        """A round is over: apply its commit, which stands on the head, or go on training as if it had never been.
+        chunks: of the commit, if not all of them came in the round."""
+        current, island = flight.round, self.island
+        assert island is not None
+        if self._flights.several:
+            self._ahead_of_round = flight.ahead and not flight.grounded
+        flight.landing = True
+        try:
+            if flight.commit is None:
+                await self._come_to_nothing(flight)
+            else:
+                commit, frozen = flight.commit, self._frozen_of(flight)
+                if flight.grounded and self.replica.residual is not None:
+                    # What was rounded off of it has been sent, and what it was is gone.
+                    for stretch in self.layout.fragment(current.seal.fragment).stretches():
+                        self.replica.residual[stretch] = 0
+                await self._apply(
+                    hash_of(commit.body), commit, current.averaged(commit) if chunks is None else chunks,
+                    me=current.me, frozen=None if flight.grounded else frozen, held=flight.brought,
+                    seconds=self.transport.now() - flight.started,
+                )  # fmt: skip
         finally:
-            self._round = None
+            self._flights.remove(flight)
+            if (entering := self._flights.entering) is not None:
+                self._ahead_of_round = entering.ahead and not entering.grounded
             for peer in current.faulty:
                 count = self._strikes.get(peer, (0, 0))[0] + 1
                 self._strikes[peer] = (count, self.head.height + 2 ** min(count + 1, MAX_BAN))
             self.rates.round(current.account(), self.transport.now())
             self._prober.poke()
-            if not self._stopping:
+            if not self._stopping and (not self._flights.several or self.state == "averaging"):
                 self._set_state("training")
+
+    def _frozen_of(self, flight: Flight) -> Floats | Encoded | None:
+        """What a round has averaged of this peer."""
+        assert self.island is not None
+        if isinstance(flight.round.theta, Encoded):
+            return flight.round.theta
+        if not self._flights.several:
+            return self._theta()
+        return self.island.frozen if flight.ahead else self.island.local
+
+    async def _come_to_nothing(self, flight: Flight) -> None:
+        """A round has ended void here; others may commit it yet."""
+        current, seal = flight.round, flight.round.seal
+        self._flights.remove(flight)
+        self._events("void", round=seal.round, roster=current.roster_id.hex(), reason=str(flight.void))
+        coordinator = PeerId(seal.coordinator)
+        self._voids[coordinator] = self._voids.get(coordinator, 0) + 1
+        # A copy, for the others may commit it yet, and then exactly this Δ has been taken over.
+        theta = current.theta if not flight.grounded else None
+        if theta is not None and not isinstance(theta, Encoded):
+            theta = await self.transport.offload(_copied, theta, self.layout.fragment(seal.fragment))
+        committed = {hash_of(commit.body.seal) for _, commit in self._commits}
+        others = [limbo for limbo in self._limbo if limbo.round.place != current.place]
+        # A roster for leases brought nothing: it must not push out one that did.
+        kept = [
+            limbo for limbo in self._limbo
+            if limbo.round.place == current.place and (limbo.theta is not None or limbo.round.ballots())
+        ][-1:]  # fmt: skip
+        self._limbo = [*others, *kept, _Limbo(current, theta, flight.brought)]
+        for older in kept:
+            # Memory for one copy, unless this very one turned out to have been committed.
+            if theta is not None and older.round.roster_id not in committed:
+                older.theta = None
+        self._unfit |= current.failed_reducers
+        if self._encoder is not None:
+            self._encoder.hold([limbo.theta for limbo in self._limbo if isinstance(limbo.theta, Encoded)])
+        self._next_place()
+        await self._thaw(seal.fragment)
+        for ballot in current.ballots():
+            self._merge(ballot)
+
+    async def _ground(self, reason: str, flights: Sequence[Flight] | None = None) -> None:
+        """End rounds in flight (all of them) that cannot be committed here any more, and go on training."""
+        for flight in list(self._flights) if flights is None else flights:
+            flight.end(reason)
+            if flight.task is not None:
+                if flight.round.has_commit:
+                    flight.task.cancel()  # it waits for chunks
+                await asyncio.wait([flight.task])
+            flight.commit, flight.void = None, flight.void or RoundVoid(reason)
+            await self._land(flight)
 
     def _merge(self, ballot: Ballot) -> bool:
         """Votes for a void roster of this base; True when they complete a commit."""
@@ -1616,15 +1883,14 @@ class Peer:
 
     def _recent(self, digest: bytes) -> bytes | None:
         """An averaged chunk that is not in the log yet: of a round in progress, or of a void one."""
-        rounds = [self._round] if self._round is not None else []
-        for current in [*rounds, *(limbo.round for limbo in self._limbo)]:
+        for current in [*(flight.round for flight in self._flights), *(limbo.round for limbo in self._limbo)]:
             if digest in current.held:
                 return current.held[digest]
         return None
 
     async def _apply(
         self, commit_id: bytes, commit: Commit, chunks: list[bytes], *, me: int | None,
-        frozen: Floats | Encoded | None, snapshot: Snapshot | None, seconds: float, lost: bool = False,
+        frozen: Floats | Encoded | None, held: Brought | None, seconds: float, lost: bool = False,
     ) -> None:  # fmt: skip
         """Log a commit, apply it whole, and go on training. Where there is no overlap the island is frozen until
         then, else it trains on but for the moment in which its parameters move."""
@@ -1653,7 +1919,7 @@ class Peer:
             await self.transport.offload(self.store.append, commit, chunks)
         except DiskFull as error:
             self._events("warning", message=f"the commit was not logged: {error}")
-        last = body.outer_step >= self.manifest.budget.rounds * self.layout.fragments
+        last = body.outer_step >= self.manifest.regular_steps
         self._note_life()
         encoder = self._encoder
         moving = island is not None and bool(chunks) and not self._frozen
@@ -1691,26 +1957,29 @@ class Peer:
         if island is not None and encoder is not None:
             brought = frozen if isinstance(frozen, Encoded) else None
             more = await self._tell_encoder(
-                encoder, commit_id, body, me, brought, snapshot, lost=lost, dropped=dropped, rule=rule
+                encoder, commit_id, body, me, brought, held.of if held is not None else None, lost=lost,
+                dropped=dropped, rule=rule,
             )  # fmt: skip
         elif island is not None:
             # What was done since the freeze stays, and counts next time; by one rule it is lost to this fragment.
             overwrite, part = rule.merge is Merge.OVERWRITE, self.layout.fragment(body.fragment)
-            of = None if frozen is island.local or (overwrite and self.layout.fragments == 1) else snapshot
+            paused = frozen is island.local or (overwrite and self.layout.fragments == 1)
+            of, total = (None, None) if paused or held is None else (held.of, held.total)
+            snapshot = held.of if held is not None else None
             spent = applied.share
             if lost or dropped:
                 for span in map(part.span, range(part.count)):
                     island.local[span] = self.replica.params[span]
                     if self.replica.residual is not None and lost:
                         self.replica.residual[span] = 0
-                spent, of = 1.0, None
+                spent, of, total = 1.0, None, None
             if dropped:
                 self._ahead_of_round = False
                 more["stale_tokens"] = round(dropped * part.parameters / self.layout.parameters)
             if moving:
                 moved = await self._move_island(applied.runs, spent=spent, of=of)
                 if moved is not None:
-                    self._accounts.commit(body.fragment, spent, moved, of, overwrite=overwrite)
+                    self._accounts.commit(body.fragment, spent, moved, of, overwrite=overwrite, total=total)
                     if overwrite and snapshot is not None:
                         share = applied.share * (part.parameters / self.layout.parameters)
                         more["lost_tokens"] = round(max(moved.tokens - snapshot.tokens, 0) * share)
@@ -1718,17 +1987,22 @@ class Peer:
             elif self._frozen and not self.finished:  # after the last round there is nothing to train for
                 counted = island.progress()
                 now = Snapshot(counted.steps, counted.tokens, counted.units, counted.leased)
-                self._accounts.commit(body.fragment, spent, now, of, overwrite=overwrite)
+                self._accounts.commit(body.fragment, spent, now, of, overwrite=overwrite, total=total)
                 self._frozen = False
                 ahead = self._may_step(left(now.tokens, spent, of.tokens if of is not None else None))
                 await island.resume(
-                    reload=bool(chunks), spent=spent, outer_step=body.outer_step, of=of, ahead=ahead
+                    reload=bool(chunks), spent=spent, outer_step=body.outer_step, of=of, ahead=ahead,
+                    until=self._flights.until(),
                 )  # fmt: skip
+                self._lower(now, spent, of)
             elif self._ahead_of_round:
-                await self._thaw()  # leases alone: nothing was averaged
+                await self._thaw(body.fragment)  # leases alone: nothing was averaged
         self._log_commit(commit_id, commit, names, seconds, more)
-        self._newest = (hash_of(body.seal), commit)
+        self._ended[hash_of(body.seal)] = commit, self.transport.now()
+        while len(self._ended) > self._flights.width:
+            del self._ended[next(iter(self._ended))]
         self._told_end.clear()
+        self._flights.pass_head(self.head)
         self._new_head()
         if chunks and (self.head.outer_step % self.manifest.state.checkpoint_every == 0 or self.finished):
             self._checkpointing = asyncio.get_running_loop().create_task(self._checkpoint())
@@ -1743,7 +2017,7 @@ class Peer:
         assert island is not None
         if not body.chunks or self.finished:  # leases alone; after the last round there is nothing to train for
             if not body.chunks:
-                await self._thaw()
+                await self._thaw(body.fragment)
             return {}
         if brought is not None and brought.life != island.life:
             brought = None  # it counts in the commit, and is no longer in the local parameters
@@ -1790,9 +2064,9 @@ class Peer:
         """A commit with a majority's signatures that is false all the same: never apply it, and go on training."""
         self._refuse(PeerId(body.seal.coordinator), f"the commit of round {body.round}: {reason}")
         self._spurned.append(commit_id)
-        self._commits = deque((i, c) for i, c in self._commits if i != commit_id)
+        self._commits = deque((item for item in self._commits if item[0] != commit_id), maxlen=16)
         if self.island is not None:
-            await self._thaw()
+            await self._thaw(body.fragment)
 
     def _log_commit(
         self, commit_id: bytes, commit: Commit, names: list[str], seconds: float, more: dict[str, Any]
@@ -1800,7 +2074,7 @@ class Peer:
         body = commit.body
         shares = contributed(body.seal, body.chunks, self.layout)
         self._events(
-            "commit", round=body.round, fragment=body.fragment, outer_step=body.outer_step, height=body.height,
+            "commit", round=body.seal.round, fragment=body.fragment, outer_step=body.outer_step, height=body.height,
             id=commit_id.hex(), parent=body.parent.hex(), members=names,
             contributors=dict(zip(names, shares, strict=True)),
             tokens=body.tokens, weight=body.weight, seconds=seconds, lone=len(names) == 1,
@@ -1868,7 +2142,7 @@ class Peer:
             lost, self._carried = True, False
         await self._apply(
             commit_id, commit, chunks, me=me, frozen=None if lost else frozen,
-            snapshot=limbo.snapshot if limbo is not None else None,
+            held=limbo.brought if limbo is not None else None,
             seconds=seconds, lost=lost,
         )  # fmt: skip
 
@@ -1881,7 +2155,9 @@ class Peer:
             return False
         now = self.transport.now()
         self._better_since = self._better_since or now
-        return self._reached(self._better_since + self._silence / 5)
+        # The next commit may be one that a round in flight here is about to bring.
+        coming = self._flights.at(self.head.outer_step) is not None
+        return self._reached(self._better_since + (2 * self._silence if coming else self._silence / 5))
 
     async def _look_into(self, claimants: list[PeerId]) -> None:
         """Ask those who claim a better head for a way to it that can be verified. Runs beside the rounds: anybody can
@@ -1927,6 +2203,8 @@ class Peer:
         if not self.guide.surpasses(plan.head, plan.anchored, self.head):
             self._look_again()  # it may have shown what is behind the own head
             return
+        if plan.base != self.head or plan.checkpoint is not None:
+            await self._ground("a better head than its base is known")
         self._set_state("joining")
         if self._checkpointing is not None:
             await self._checkpointing
@@ -1960,7 +2238,17 @@ class Peer:
             except StateError as error:
                 self._events("warning", message=str(error))
                 break
-            await self._apply_late(commit_id, step.commit, chunks, 0.0)
+            flight = self._flights.of(hash_of(step.commit.body.seal))
+            if flight is None:
+                if (rival := self._rival(step.commit)) is not None:
+                    await self._ground("another roster committed on the same base", [rival])
+                await self._apply_late(commit_id, step.commit, chunks, 0.0)
+                continue
+            if flight.task is not None:
+                flight.task.cancel()
+                await asyncio.wait([flight.task])
+            flight.commit, flight.void = step.commit, None
+            await self._land(flight, chunks)
 
     def _keep(self, commit: Commit, chunks: list[bytes]) -> None:
         """Log a fetched commit, once its chunks are known to be sound."""
@@ -1976,7 +2264,7 @@ class Peer:
         if loaded is None:
             self._events("warning", message=f"the state of round {head.round} could not be loaded; it is fetched again")
             if self.island is not None:
-                await self._thaw()
+                await self._thaw(self.fragment)
             return
         progress = self.island.progress() if self.island is not None else Progress()
         if self.island is not None:
@@ -1987,7 +2275,7 @@ class Peer:
         before = self.head
         state = loaded.state if loaded.state is not None else await self.transport.offload(self._fresh)
         self.replica.adopt(state, loaded.position, await self._rank_of(state, loaded.position))
-        self._newest = None
+        self._ended.clear()
         await self._replay(loaded.replay)
         if self.store.prefers(head, self.head):
             self._owed = head
@@ -2003,6 +2291,7 @@ class Peer:
             self.island.revoke()
             self._carried = False
             await self._reload_island()
+        self._flights.leave(self.head)
         self._new_head()
 
     async def _recover(self, attested: bytes) -> bool:

@@ -60,6 +60,8 @@ class Account:
     received: int
     whole: bool
     """Whether all averages came."""
+    load: float = 1.0
+    """How many times this round's own bytes those are, where other rounds have shared the link."""
 
 
 def ideal_seconds(account: Account) -> list[tuple[float, float]]:
@@ -147,7 +149,7 @@ class Rates:
         trained, self._ended = max(began - self._ended, 0.0), ended
         if min(account.sent, account.received) < MEASURABLE:
             return
-        times = ideal_seconds(account)
+        times = [(account.load * up, account.load * down) for up, down in ideal_seconds(account)]
         longest = max(max(pair) for pair in times)
         seconds = max(account.seconds, 1e-3)
         factor, more = SLACK

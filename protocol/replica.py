@@ -298,9 +298,10 @@ class Replica:
 
         done = spread(one, range(len(chunks)), 4 * self.layout.chunk, spare=shift is not None)
         self._forget_factors()
+        # In this order: a round that is in flight beside this one's may ask for the digest at any moment.
+        self._digest = None
         self.position = position_of(body, commit_id)
         self.rank = rank_in_force(self.manifest, self.layout, self.state, self.position)
-        self._digest = None
         share = sum(size for size, _ in done) / part.parameters
         return Applied(share, _joined([run for _, run in done]) if shift is not None else [])
 

@@ -24,6 +24,7 @@ from .layout import ChunkLayout
 from .manifest import Manifest
 from .messages import Body, ChunkEntry, Commit, Part, Seal, Vote, hash_of, vote_bytes
 from .messenger import Messenger
+from .places import place_of
 from .rates import Account
 from .reduce import PROTOCOL as REDUCE
 from .reduce import Hello, Progress, Reducer, exchange
@@ -60,6 +61,8 @@ class Surroundings:
     """Whether a better head than the round's base is known: then nothing is signed."""
     afterwards: Callable[[Coroutine[Any, Any, None]], object] = asyncio.ensure_future
     """Runs what a round that has committed still has to do, a few seconds at most."""
+    carried: Callable[[], tuple[int, int]] | None = None
+    """Bytes sent and received by all rounds of this peer so far; None where there is one at a time."""
 
 
 @dataclass
@@ -77,8 +80,8 @@ class Proposal:
 class Round:
     """A sealed roster on its way to a commit. ``run`` ends with the commit, or raises :class:`RoundVoid`.
 
-    theta: this peer's frozen local parameters (float32, all of them), or what the island has encoded of them; None when
-    its weight is 0.
+    theta: this peer's frozen local parameters (float32, all of them; those of the fragment are read), or what the
+    island has encoded of them; None when its weight is 0.
     """
 
     def __init__(
@@ -106,6 +109,9 @@ class Round:
         self.silence = around.manifest.round.silence
         self.started = around.transport.now()
         self.ends = self.started + seal.deadline
+        self.place = place_of(seal, around.layout)
+        """The outer step of the head that its commit has to stand on."""
+        self._single = around.manifest.round.in_flight == 1
         self.outcome: asyncio.Future[Commit] = asyncio.get_running_loop().create_future()
         self.proposals: dict[bytes, Proposal] = {}
         self.signed: bytes | None = None
@@ -132,8 +138,38 @@ class Round:
         self._gone: set[int] = set()
         self._streams: dict[int, Stream] = {}
         self._sent = self._received = 0
+        self._before = around.carried() if around.carried is not None else None
         self._whole: Account | None = None
         self._changed = Wakeup()
+
+    @property
+    def reducing(self) -> bool:
+        """Whether averages are still missing here."""
+        return None in self.chunks
+
+    @property
+    def has_commit(self) -> bool:
+        """Whether a commit of this roster is known, with or without its chunks."""
+        outcome = self.outcome
+        return outcome.done() and not outcome.cancelled() and outcome.exception() is None
+
+    @property
+    def carried(self) -> tuple[int, int]:
+        """Bytes sent and received for this round so far."""
+        streams = self._streams.values()
+        return (
+            self._sent + sum(stream.bytes_sent for stream in streams),
+            self._received + sum(stream.bytes_received for stream in streams),
+        )
+
+    def stay(self, until: float) -> None:
+        """Last until that moment of ``Transport.now()`` at least, since an earlier round is in flight; before
+        :meth:`run`."""
+        self.ends = max(self.ends, until)
+
+    def news(self) -> None:
+        """The head is another: it may be this round's turn."""
+        self._changed.pulse()
 
     # --- the whole -----------------------------------------------------------------------------------------------
 
@@ -167,7 +203,7 @@ class Round:
         self.around.messenger.post_all(self.peers, Voided(self.roster_id, reason[:200]))
 
     async def _end(self) -> None:
-        committed = self.outcome.done() and not self.outcome.cancelled() and self.outcome.exception() is None
+        committed = self.has_commit
         # Where only the explicit end of a stream is missing, it is waited for: nobody needs it, but its lack is told.
         ending = [t for t, p in self._exchanges.items() if committed and p.whole and p.written and not t.done()]
         if ending:
@@ -264,17 +300,21 @@ class Round:
         """What this peer's link carried, up to the last average, or until now without it."""
         if self._whole is not None:
             return self._whole
-        layout, codec, streams = self._chunks, self.around.replica.codec, self._streams.values()
+        layout, codec = self._chunks, self.around.replica.codec
         contribution, average = (
             sum(kind.encoded_size(layout.size(i)) for i in range(layout.count)) / layout.count
             for kind in (codec, averages_codec(codec.name))
         )
+        (sent, received), load = self.carried, 1.0
+        if self.around.carried is not None and self._before is not None:
+            # What the link carried in this time, of all rounds together.
+            own, total = sent + received, self.around.carried()
+            sent, received = total[0] - self._before[0], total[1] - self._before[1]
+            load = max((sent + received) / max(own, 1), 1.0)
         return Account(
             self.seal, self.me, contribution, average,
-            seconds=self.around.transport.now() - self.started,
-            sent=self._sent + sum(stream.bytes_sent for stream in streams),
-            received=self._received + sum(stream.bytes_received for stream in streams),
-            whole=bool(self.chunks) and None not in self.chunks,
+            seconds=self.around.transport.now() - self.started, sent=sent, received=received,
+            whole=bool(self.chunks) and None not in self.chunks, load=load,
         )  # fmt: skip
 
     def _open(self, stream: Stream) -> None:
@@ -359,8 +399,10 @@ class Round:
             if hash_of(ballot.body.seal) != self.roster_id:
                 raise PeerMisbehaved("a ballot with another roster's body")
             by = sender or self.around.transport.peer_id
-            if sum(proposal.by == by for proposal in self.proposals.values()) >= MAX_PROPOSALS:
-                raise PeerMisbehaved(f"more than {MAX_PROPOSALS} bodies for one roster from one member", by)
+            # Where rounds are in flight beside one another the head may change under a proposal.
+            most = MAX_PROPOSALS if self._single else 2 * MAX_PROPOSALS
+            if sum(proposal.by == by for proposal in self.proposals.values()) >= most:
+                raise PeerMisbehaved(f"more than {most} bodies for one roster from one member", by)
             proposal = self.proposals[commit_id] = Proposal(ballot.body, by)
             self._spawn(self._consider(commit_id, proposal))
         for vote in ballot.votes:
@@ -430,7 +472,7 @@ class Round:
                         self.around.messenger.post_all(self.peers, message)
                 if None in self.chunks:
                     self._replace_silent()
-                elif now - proposed_at > self.silence / 2:
+                elif now - proposed_at > self.silence / 2 and self._in_turn():
                     proposed_at = now
                     await self._propose()
             await self._changed.wait(self.silence / 5)
@@ -557,8 +599,12 @@ class Round:
     async def _propose(self) -> None:
         """Propose the body: one seen already if there is any, else the one that follows from the chunks held."""
         around = self.around
-        seen = [proposal for proposal in self.proposals.values() if proposal.votes and not proposal.refused]
-        if self.signed is not None:
+        position = around.replica.position
+        seen = [
+            proposal for proposal in self.proposals.values()
+            if proposal.votes and not proposal.refused and self._stands(proposal.body)
+        ]  # fmt: skip
+        if self.signed is not None and self._stands(self.proposals[self.signed].body):
             proposal = self.proposals[self.signed]
         elif seen:
             proposal = max(seen, key=lambda p: (len(p.votes), hash_of(p.body)))
@@ -569,9 +615,11 @@ class Round:
                 pieces = self._merging.pieces(len(entries))
                 entries.append(ChunkEntry(digest, unpack(self.held[digest], pieces).contributors))
             state = await around.replica.digest(around.transport)
+            if around.replica.position != position:
+                return  # another commit came first; the next proposal stands on that
             body = make_body(
-                self.seal, self.roster_id, around.replica.position, state, entries, around.manifest, around.layout
-            )
+                self.seal, self.roster_id, position, state, entries, around.manifest, around.layout
+            )  # fmt: skip
             self.learn(Ballot(self.roster_id, body, []))
             proposal = self.proposals[hash_of(body)]
         votes = [Vote(member, signature) for member, signature in sorted(proposal.votes.items())]
@@ -579,11 +627,30 @@ class Round:
 
     # --- sign ----------------------------------------------------------------------------------------------------
 
+    def _in_turn(self) -> bool:
+        """Whether the commits before this round's are all there. Signing waits for that, and nothing else does."""
+        return self._single or self.around.replica.position.head.outer_step == self.place
+
+    def _stands(self, body: Body) -> bool:
+        """Whether a body stands on this peer's head."""
+        return self._single or body.parent == self.around.replica.position.head.id
+
+    async def _until_it_stands(self, body: Body) -> bool:
+        """Wait until this peer's head is what a body stands on; False when it will not be any more."""
+        while not self._stands(body):
+            if self.around.replica.position.head.outer_step > self.place or self.outcome.done():
+                return False
+            await self._changed.wait(self.silence * CHUNK_RETRY)
+        return True
+
     async def _consider(self, commit_id: bytes, proposal: Proposal) -> None:
         """Sign a body once everything that its signature claims is true here."""
         around = self.around
         body = proposal.body
         try:
+            if not await self._until_it_stands(body):
+                proposal.refused = True
+                return
             check_child(body, around.replica.position, around.manifest, around.layout)
             if body.state != await around.replica.digest(around.transport):
                 raise PeerMisbehaved("a body that attests another state than this peer's", self.seal.coordinator)
@@ -596,7 +663,7 @@ class Round:
             self._refused(self.peers.index(proposal.by), str(error))
             return
         late = around.transport.now() >= self.ends
-        if self.signed is not None or self.outcome.done() or around.obsolete() or late:
+        if self.signed is not None or self.outcome.done() or around.obsolete() or late or not self._stands(body):
             return
         # One signature per roster, ever: after a restart the nonce in the roster is no longer this process's.
         self.signed = commit_id

@@ -529,6 +529,31 @@ def test_a_swarm_of_three_fragments(tmp_path: Path) -> None:
         assert checkpoint.stat().st_size > 1000
 
 
+def test_a_swarm_with_rounds_of_three_fragments_in_flight_at_once(tmp_path: Path) -> None:
+    with place(tmp_path) as here:
+        # A step from round to round, which is less than a round takes here.
+        rules = {"inner_steps": 3, "fragments": 3, "overlap": 3}
+        process = swarm_command(here, "flights", round=rules, budget={"rounds": 12})
+        assert process.ended(120) == 0, swarm_story(process)
+        report = json.loads((process.state / "report.json").read_text())
+        assert report["rounds"] == report["planned_rounds"] == 12 * 3 + 2
+        assert report["digests_equal"]
+        events = [json.loads(line) for line in child_events(process, "node-0").splitlines()]
+        commits = [event for event in events if event["event"] == "commit" and any(event["contributors"].values())]
+        assert [event["outer_step"] for event in commits] == list(range(1, 12 * 3 + 3))
+        assert [event["fragment"] for event in commits] == [step % 3 for step in range(12 * 3 + 2)]
+        aloft, most = set[int](), 0
+        for event in events:
+            if event["event"] == "seal":
+                aloft.add(event["round"])
+            elif event["event"] in ("commit", "void"):
+                aloft.discard(event["round"])
+            most = max(most, len(aloft))
+        assert most >= 2
+        context = int(MODEL["context"])
+        assert 0.9 * (2 * 12 * 3 * 2) < commits[-1]["tokens"] / context <= commits[-1]["cursor"]
+
+
 def test_a_killed_swarm_takes_its_children_along(tmp_path: Path) -> None:
     with place(tmp_path) as here:
         process = swarm_command(here, "killed")

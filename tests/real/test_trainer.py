@@ -186,6 +186,24 @@ def test_it_trains_on_from_a_snapshot_and_is_moved_without_a_pause(monkeypatch: 
         await until(lambda: island.failed is None)
         np.testing.assert_array_equal(await at_limit(island, snapshot.steps + 4), theta)
 
+        # With another round in flight the limit is that of the older one, whatever is handed over meanwhile.
+        await island.resume(reload=False, spent=0, outer_step=1)
+        await until(lambda: island.progress().steps > snapshot.steps + 10)
+        older = await island.snapshot(9, whole[:1])
+        newer = await island.snapshot(9, whole[1:], older.steps + 9)
+        assert older.steps <= newer.steps <= older.steps + 9
+        await at_limit(island, older.steps + 9)
+        island.frozen[:half] = 0
+        counted = await island.move([Run(0, half, 1.0)], spent=1, outer_step=2, of=older, until=newer.steps + 9)
+        assert counted.steps == older.steps + 9
+        await at_limit(island, newer.steps - older.steps + 9)
+        await island.resume(reload=False, spent=0, outer_step=2, until=newer.steps - older.steps + 12)
+        await at_limit(island, newer.steps - older.steps + 12)
+        await island.resume(reload=False, spent=0, outer_step=2)
+        await until(lambda: island.progress().steps > 40)
+        snapshot = await island.snapshot(4, whole)
+        theta = await at_limit(island, snapshot.steps + 4)
+
         # While there is no child, this side does its work; one that does not answer is ended first.
         monkeypatch.setattr(module, "FREEZE_TIMEOUT", 0.5)
         for kind in (signal.SIGKILL, signal.SIGSTOP):

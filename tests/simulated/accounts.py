@@ -147,6 +147,8 @@ class Accounts:
         lease for each death or change of head."""
         granted: Counter[str] = Counter()
         for commit in self.swarm.chain(self.swarm.best_head().id):
+            if self.swarm.committed_at[hash_of(commit.body)] > self.swarm.leaving_since:
+                break  # who leaves a round that the others still commit gets nothing of it
             for lease in commit.body.leases:
                 granted[self.swarm.name_of(commit.body.seal.members[lease.member].peer)] += lease.span.count
         total, complaints = 0, []

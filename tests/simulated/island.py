@@ -41,10 +41,12 @@ class SimulatedIsland(Island):
 
     def __init__(
         self, parameters: int, *, step_time: float = 0.1, batch: int = 4, tokens_per_unit: int = 10,
-        target: np.ndarray | None = None, freeze_time: float = 0.0, overlap: bool = False,
+        target: np.ndarray | None = None, freeze_time: float = 0.0, overlap: bool = False, several: bool = False,
     ) -> None:  # fmt: skip
         self.local = np.zeros(parameters, np.float32)
         self.frozen = np.zeros(parameters, np.float32) if overlap else None
+        self.several = several
+        """Whether rounds of several fragments may be in flight at once."""
         self.target = np.ones(parameters, np.float32) if target is None else target
         self.step_time = step_time
         self.batch = batch
@@ -77,6 +79,11 @@ class SimulatedIsland(Island):
         self._until: int | None = None
         self._still = 0.0
         """Since when it stands at its limit; 0 while it does not."""
+        self._stood = 0.0
+        """Seconds for which it has stood there and not told so."""
+        self.idle = 0.0
+        """Seconds for which it has stood still for rounds, paused or at its limit, in all."""
+        self._froze_at = 0.0
 
     @property
     def count(self) -> int:
@@ -187,28 +194,33 @@ class SimulatedIsland(Island):
         self._fail()
         if not self.paused and self._leased and self._until is None:
             self._begun = self._now() - self._since
+        self._froze_at = self._froze_at if self.paused else self._now()
         self.paused = True
         if self.freeze_time:
             await asyncio.sleep(self.freeze_time)
         return self._snapshot()
 
-    async def snapshot(self, ahead: int, parts: Sequence[slice]) -> Snapshot:
+    async def snapshot(self, ahead: int, parts: Sequence[slice], until: int | None = None) -> Snapshot:
         assert self.frozen is not None
         assert not self.paused
         self._advance()
         self._fail()
-        self.frozen.fill(np.nan)  # of no use to anyone but the fragment
+        if not self.several:
+            self.frozen.fill(np.nan)  # of no use to anyone but the fragment
         for part in parts:
             self.frozen[part] = self.local[part]
-        self._limit(self._steps + ahead)
+        if self._until is None:
+            self._stood = 0.0
+        self._limit(self._steps + ahead if until is None else min(self._steps + ahead, until))
         return self._snapshot()
 
-    def _limit(self, until: int | None) -> float:
-        stood = self._now() - self._still if self._still else 0.0
+    def _limit(self, until: int | None) -> None:
         if self._still:
+            stood = self._now() - self._still
+            self._stood += stood
+            self.idle += stood
             self._since = self._now()
         self._until, self._still = until, 0.0
-        return stood
 
     def _spend(self, spent: float, of: Snapshot | None) -> None:
         """The oldest go first."""
@@ -224,7 +236,9 @@ class SimulatedIsland(Island):
                 self.pending[0] = oldest[take:]
         self._steps = left(self._steps, spent, of.steps if of is not None else None)
 
-    async def move(self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None) -> Snapshot:
+    async def move(
+        self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None, until: int | None = None
+    ) -> Snapshot:
         assert self.frozen is not None
         assert not self.paused
         self._advance()
@@ -235,16 +249,24 @@ class SimulatedIsland(Island):
             move(self.local[run.start : run.stop], run.keep, self.frozen[run.start : run.stop])
         before = (self._steps, self._units * self.tokens_per_unit, self._units, self._leased)
         self._spend(spent, of)
-        return Snapshot(*before, self._limit(None))
+        self._limit(until - (before[0] - self._steps) if until is not None else None)
+        stood, self._stood = self._stood, 0.0
+        return Snapshot(*before, stood)
 
     async def resume(
-        self, *, reload: bool, spent: float, outer_step: int, of: Snapshot | None = None, ahead: int | None = None
-    ) -> None:
+        self, *, reload: bool, spent: float, outer_step: int, of: Snapshot | None = None, ahead: int | None = None,
+        until: int | None = None,
+    ) -> None:  # fmt: skip
         assert self.paused or not (reload or spent)
         self._advance()
+        before = self._steps
         self._spend(spent, of)
-        self._limit(self._steps + ahead if ahead is not None else None)
+        limits = [self._steps + ahead] if ahead is not None else []
+        limits += [until - (before - self._steps)] if until is not None else []
+        self._limit(min(limits, default=None))
         if self.paused:
+            self.idle += self._now() - self._froze_at if self._froze_at else 0.0
+            self._froze_at = 0.0
             self._since = self._now() - (0.0 if reload else self._begun)
             self._begun = 0.0
         self.paused = False

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from atoll.protocol.commits import contributed, members_in
+from atoll.protocol.control import Call
 from atoll.protocol.disk import MemoryDisk
 from atoll.protocol.fragments import make_layout
 from atoll.protocol.identity import FastSigner, Signer
+from atoll.protocol.island import Snapshot
 from atoll.protocol.lowrank import Factors, LowRankLayout
 from atoll.protocol.manifest import Manifest
-from atoll.protocol.messages import GENESIS, NO_DIGEST, Body, Commit, Head, better, hash_of
+from atoll.protocol.messages import GENESIS, NO_DIGEST, Body, Commit, Head, Member, better, hash_of
 from atoll.protocol.peer import Peer
 from atoll.protocol.simloop import DEAD
 from atoll.protocol.simulation import SimHost, SimNetwork, SimTransport
@@ -96,6 +98,8 @@ class Life:
     """When it was killed."""
     handed: list[int] = field(default_factory=list)
     """Of several fragments: sample units that each has handed over, or lost, of those that were ever used, in order."""
+    frozen: tuple[np.ndarray, tuple[range, ...], int] | None = None
+    """Of several fragments: θ, the units that count, and the units used until then, when it last entered a call."""
     entered: dict[str, int] = field(default_factory=dict)
     """By roster: units used until it was frozen for it."""
     partial: dict[int, int] = field(default_factory=dict)
@@ -161,6 +165,8 @@ class Swarm:
         """By peer and roster: the commit that it signed."""
         self.ignored: set[str] = set()
         """Peers whose own view proves nothing, since they are made to lie."""
+        self.leaving_since = float("inf")
+        """When all were told to leave."""
         self.hooks: list[Callable[[str, str, dict[str, Any]], None]] = []
         self._names: dict[str, str] = {}
 
@@ -198,8 +204,9 @@ class Swarm:
     def island_for(self, name: str) -> SimulatedIsland:
         """What a peer trains with."""
         return SimulatedIsland(
-            self.layout.parameters, step_time=self.steps.get(name, 0.1), overlap=self.manifest.round.overlap > 0
-        )
+            self.layout.parameters, step_time=self.steps.get(name, 0.1), overlap=self.manifest.round.overlap > 0,
+            several=self.manifest.round.in_flight > 1,
+        )  # fmt: skip
 
     def residual_of(self, life: Life) -> np.ndarray | None:
         """A peer's residual, wherever it is kept."""
@@ -237,7 +244,17 @@ class Swarm:
                 life.handed = [island.count] * self.layout.fragments
                 forget(due)
 
+            enter = peer._enter
+
+            async def note(call: Call) -> tuple[Member, Snapshot]:
+                entered = await enter(call)
+                # Until the seal other fragments may move, or all be lost; what was frozen is brought all the same.
+                theta, count = island.brought[0], island.brought_count
+                life.frozen = theta, island.units(life.handed[call.fragment], count), count
+                return entered
+
             peer._accounts.clear = clear  # type: ignore[method-assign]
+            peer._enter = note  # type: ignore[method-assign]
         return life
 
     def crash(self, name: str, *, power_cut: bool = False) -> None:
@@ -258,6 +275,7 @@ class Swarm:
     async def shut_down(self, seconds: float) -> list[str]:
         """Ask every living peer to leave; what of each is still running after so long, as sentences."""
         running = {name: lives[-1] for name, lives in self.lives.items() if lives and lives[-1].running}
+        self.leaving_since = self.network.loop.time()
         for life in running.values():
             life.peer.stop()
         ends = self.network.loop.time() + seconds
@@ -278,10 +296,15 @@ class Swarm:
     def _signs(self, name: str, commit_id: bytes) -> None:
         if name in self.ignored:
             return
-        current = self.life(name).peer._round
-        if current is None:
+        flights = list(self.life(name).peer._flights)
+        signed = [flight.round for flight in flights if len(flights) == 1 or flight.round.signed == commit_id]
+        if not signed:
             self.violations.append(f"{name} signed outside of a round")
             return
+        current = signed[0]
+        # One round at a time for each place of the chain.
+        if len({flight.place for flight in flights}) < len(flights):
+            self.violations.append(f"{name} has two rounds in flight for one place")
         first = self.signed.setdefault((name, current.roster_id), commit_id)
         if first != commit_id:
             self.violations.append(f"round {current.seal.round}: {name} signed two bodies for one roster")
@@ -309,9 +332,8 @@ class Swarm:
             return
         replica = life.peer.replica
         theta, units = life.island.brought
-        if self.layout.fragments > 1:
-            life.entered[fields["roster"]] = life.island.brought_count
-            units = life.island.units(life.handed[fields["fragment"]], life.island.brought_count)
+        if life.frozen is not None:
+            theta, units, life.entered[fields["roster"]] = life.frozen
         x = replica.params - theta
         residual = self.residual_of(life)
         if residual is not None:
@@ -337,7 +359,7 @@ class Swarm:
         roster = self.commit_rosters[bytes.fromhex(fields["id"])].hex()
         if life.island is None or not share or roster not in life.entered:
             return
-        upto = life.entered[roster]
+        upto = max(life.entered[roster], life.handed[fragment])
         if self.manifest.round.merge == "overwrite" and "stopped" in fields:
             upto = life.island.count
         # A trainer that died of this very commit has lost what it had made since, for all fragments.

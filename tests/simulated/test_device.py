@@ -48,8 +48,8 @@ class DeviceIsland(SimulatedIsland):
             self.encoder.replica.freeze(self.frees)
         return snapshot
 
-    async def snapshot(self, ahead: int, parts: Sequence[slice]) -> Snapshot:
-        snapshot = await super().snapshot(ahead, parts)
+    async def snapshot(self, ahead: int, parts: Sequence[slice], until: int | None = None) -> Snapshot:
+        snapshot = await super().snapshot(ahead, parts, until)
         if self.encoder is not None:
             self.frees += 1
             self.encoder.replica.snapshot(self.frees, [(part.start, part.stop) for part in parts])
