@@ -1,12 +1,8 @@
-"""Frames over a pipe: the :class:`Stream` of the libp2p transport.
+"""Frames over segments: the :class:`Stream` of the libp2p transport.
 
-A frame is a big-endian uint32 length and that many bytes; the length 2**32 - 1 is the sender's last word. What is big
-is read straight into its own memory, piece by piece, after its length was checked; only up to 64 KiB are ever read
-ahead.
-
-Why a last word: libp2p closes a stream's two directions one after the other, and its daemon, when the first is closed,
-now and then resets the stream before it comes to the second, which throws away what the other side has not read yet.
-So a stream is let go only when the other side has closed it too, which it does when it reads the last word.
+A frame is a big-endian uint32 length and that many bytes. What is big is read straight into its own memory, piece
+by piece, after its length was checked; only up to 64 KiB are ever read ahead. Below it :mod:`.segments` bounds what is
+under way, and makes sure that what was sent arrives though the stream is closed.
 """
 
 from __future__ import annotations
@@ -16,12 +12,11 @@ from collections.abc import Callable
 
 from .errors import FrameTooLarge, StreamClosed
 from .pipes import Pipe
+from .segments import Segments
 from .transport import DEFAULT_FRAME_LIMIT, PeerId, Stream
 
 _AHEAD = 1 << 16
 _HEADER = 4
-_LAST_SIZE = (1 << 32) - 1
-_LAST_WORD = _LAST_SIZE.to_bytes(_HEADER, "big")
 LINGER = 10.0
 """Seconds a closed stream may take to hand over what was sent."""
 LINGER_BYTES = 16 << 20
@@ -47,7 +42,7 @@ class FrameStream(Stream):
         self.bytes_sent = 0
         self.bytes_received = 0
         self.last_heard = clock()
-        self._pipe = pipe
+        self._pipe = Segments(pipe, peer, clock)
         self._clock = clock
         self._on_moved = on_moved
         self._on_closed = on_closed
@@ -61,14 +56,12 @@ class FrameStream(Stream):
         self._unreadable = False
         self._sent = False
         """Whether a frame was sent, so that there is something that the other side may still have to read."""
-        self._over = False
-        """The other side has closed: it neither sends nor reads any more."""
         self._closing: asyncio.Task[None] | None = None
 
     async def send(self, *parts: bytes | bytearray | memoryview) -> None:
         views = [memoryview(part).cast("B") for part in parts]
         size = sum(view.nbytes for view in views)
-        if size >= _LAST_SIZE:
+        if size >= 1 << 32:
             raise ValueError(f"a frame has less than 4 GiB, not {size} bytes")
         async with self._sending:
             self._check()
@@ -102,9 +95,6 @@ class FrameStream(Stream):
                 while self._end - self._start < _HEADER:
                     await self._fill()
                 size = int.from_bytes(self._ahead[self._start : self._start + _HEADER], "big")
-                if size == _LAST_SIZE:
-                    self._over = True
-                    raise StreamClosed(f"the stream of {self.peer} ended")
                 self._check_size(size, limit)
                 self._start += _HEADER
                 ready = min(size, self._end - self._start)
@@ -126,8 +116,7 @@ class FrameStream(Stream):
 
     async def close(self) -> None:
         if self._closing is None:
-            # In the middle of a frame a last word would be taken for a part of it.
-            last = self._sent and not self._over and not self._sending.locked()
+            last = self._sent and self._pipe.whole and not self._pipe.over
             self._pipe.interrupt()
             if not last:
                 self._pipe.end_writing()
@@ -140,12 +129,7 @@ class FrameStream(Stream):
 
     async def _finish(self, last: bool) -> None:
         try:
-            if last:
-                skim = _Skim(0 if self._frame is None else len(self._frame) - self._filled)
-                if not skim(memoryview(self._ahead)[self._start : self._end]):
-                    await self._pipe.part(_LAST_WORD, skim, LINGER, LINGER_BYTES)
-            else:
-                await self._pipe.drain(LINGER, LINGER_BYTES)
+            await (self._pipe.part if last else self._pipe.drain)(LINGER, LINGER_BYTES)
         finally:
             self._pipe.close()
 
@@ -156,9 +140,10 @@ class FrameStream(Stream):
             rest = self._ahead[self._start : self._end]
             self._ahead[: len(rest)] = rest
             self._start, self._end = 0, len(rest)
-        count = await self._pipe.read(memoryview(self._ahead)[self._end :])
-        if not count:
+        if not await self._pipe.read(memoryview(self._ahead)[self._end :], self._further):
             raise StreamClosed(f"the stream of {self.peer} ended" + (" inside a frame" if self._end else ""))
+
+    def _further(self, count: int) -> None:
         self._end += count
         self.last_heard = self._clock()
 
@@ -183,28 +168,3 @@ class FrameStream(Stream):
             raise StreamClosed("the stream was closed on this side")
         if self._broken is not None:
             raise StreamClosed(f"the stream cannot be used any more: {self._broken}")
-
-
-class _Skim:
-    """Looks for the other side's last word in what is thrown away. ``left``: bytes of the frame that has begun."""
-
-    def __init__(self, left: int) -> None:
-        self._left = left
-        self._header = b""
-
-    def __call__(self, data: memoryview) -> bool:
-        """Whether the last word is in ``data``, the next bytes of the stream."""
-        while data:
-            if self._left:
-                passed = min(self._left, len(data))
-                self._left -= passed
-                data = data[passed:]
-                continue
-            more = _HEADER - len(self._header)
-            self._header += data[:more]
-            data = data[more:]
-            if len(self._header) == _HEADER:
-                if self._header == _LAST_WORD:
-                    return True
-                self._left, self._header = int.from_bytes(self._header, "big"), b""
-        return False

@@ -29,6 +29,7 @@ class Pipe:
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[None]] = set()
         self._moved = 0
+        self._listener: asyncio.Future[None] | None = None
         self._interrupted = False
         self.closed = False
 
@@ -44,44 +45,70 @@ class Pipe:
             sock.close()
             raise
 
-    async def read(self, into: memoryview) -> int:
-        """Read some bytes into ``into``; 0 at the end. Raises StreamClosed when it broke or was closed here."""
-        while True:
-            await self._pace()
-            self._check()
-            count = self._read_now(into)
-            if count is not None:
-                return count
-            await self._ready(self._loop.add_reader, self._loop.remove_reader)
-
-    async def fill(self, into: memoryview, on_progress: Callable[[int], None]) -> bool:
-        """Read until ``into`` is full; False when the stream ended before. ``on_progress`` is told of every piece.
+    async def pull(self, step: Callable[[], bool | None]) -> bool:
+        """Call ``step``, which calls :meth:`take`, now and whenever something is there, until it answers.
 
         The daemon hands over 32 KiB or less at a time: pieces are read by the loop's callback, since waking a task
-        for each would cost more than moving the bytes.
+        for each would cost more than moving the bytes. Raises StreamClosed, and what ``step`` raises.
         """
-        filled = 0
-
-        def step() -> bool | None:
-            nonlocal filled
-            for _ in range(_TURN // _PIECE):
-                if filled == len(into):
-                    return True
-                count = self._read_now(into[filled:])
-                if count is None:
-                    return None
-                if not count:
-                    return False
-                filled += count
-                on_progress(count)
-            return True if filled == len(into) else None
-
+        self._listener = None
         return await self._move(step, self._loop.add_reader, self._loop.remove_reader)
+
+    def take(self, *into: memoryview | None) -> int | None:
+        """Read what is there, into one piece of memory after the other; None when nothing is, 0 at the end."""
+        try:
+            count = self._socket.recvmsg_into([view for view in into if view is not None])[0]
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError as error:
+            raise StreamClosed(f"the stream broke: {error.strerror or error}") from None
+        self._moved += count + 64  # many tiny pieces need a turn as well
+        return count
+
+    def give(self, data: bytes) -> int:
+        """Write what can be written without waiting; how many bytes that were. Not while :meth:`write` is."""
+        try:
+            return self._socket.send(data)
+        except OSError:
+            return 0  # no room; or it broke, as whoever reads or writes is told
+
+    async def wait_for(self, news: asyncio.Future[None]) -> None:
+        """Wait for ``news`` from elsewhere. Raises StreamClosed when it broke or was closed here."""
+        self._check()
+        self._waiting.add(news)
+        try:
+            await news
+        finally:
+            self._waiting.discard(news)
+        self._check()
+
+    async def listen(self, news: asyncio.Future[None]) -> None:
+        """:meth:`wait_for`, and for something to be there; whoever begins to read takes over."""
+        self._check()
+        self._listener = news
+        self._loop.add_reader(self._socket, _wake, news)
+        try:
+            await self.wait_for(news)
+        finally:
+            if self._listener is news:
+                self._listener = None
+                if not self.closed:
+                    self._loop.remove_reader(self._socket)
 
     async def read_exactly(self, count: int) -> bytearray:
         """Read ``count`` bytes. Raises StreamClosed when it ends before."""
-        data = bytearray(count)
-        if not await self.fill(memoryview(data), lambda _: None):
+        data, filled = bytearray(count), 0
+
+        def step() -> bool | None:
+            nonlocal filled
+            while filled < count:
+                found = self.take(memoryview(data)[filled:])
+                if not found:
+                    return None if found is None else False
+                filled += found
+            return True
+
+        if not await self.pull(step):
             raise StreamClosed("the stream ended")
         return data
 
@@ -152,7 +179,7 @@ class Pipe:
 
     async def _throw_away(self, over: Callable[[memoryview], bool], most: int) -> None:
         scratch = memoryview(bytearray(1 << 16))
-        while not self.closed and most > 0 and (count := self._read_now(scratch)) != 0:
+        while not self.closed and most > 0 and (count := self.take(scratch)) != 0:
             if count is None:
                 await self._ready(self._loop.add_reader, self._loop.remove_reader)
             elif over(scratch[:count]):
@@ -206,7 +233,7 @@ class Pipe:
         if answer is not None:
             return answer
         future: asyncio.Future[None] = self._loop.create_future()
-        failure = StreamClosed("the stream was closed on this side")
+        failure: Exception = StreamClosed("the stream was closed on this side")
 
         def ready() -> None:
             nonlocal answer, failure
@@ -216,7 +243,7 @@ class Pipe:
                 answer = step()
                 if answer is None:
                     return
-            except StreamClosed as error:
+            except Exception as error:
                 failure = error
             future.set_result(None)
 
@@ -233,16 +260,6 @@ class Pipe:
         if answer is None:
             raise failure
         return answer
-
-    def _read_now(self, into: memoryview) -> int | None:
-        try:
-            count = self._socket.recv_into(into[:_PIECE])
-        except (BlockingIOError, InterruptedError):
-            return None
-        except OSError as error:
-            raise StreamClosed(f"the stream broke: {error.strerror or error}") from None
-        self._moved += count + 64  # many tiny pieces need a turn as well
-        return count
 
     async def _pace(self) -> None:
         """Give other tasks a turn; before a piece is moved, since a cancellation here must not lose one."""
