@@ -113,6 +113,8 @@ def draw(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         }  # fmt: skip
         if settings["codec"] in ("sparse", "lowrank"):
             settings["average"] = "mean"  # what the judge knows of is what was to be sent, and the norm is another
+        if several_in_flight(settings):
+            settings["by"] = "steps"  # the others are refused
     if settings["every"] is None:
         settings["every"] = 20 * length / settings["peers"]
     if settings["keep"] is None:
@@ -120,6 +122,11 @@ def draw(args: argparse.Namespace, seed: int) -> dict[str, Any]:
     if settings["back"] is None:
         settings["back"] = 2 * length
     return settings
+
+
+def several_in_flight(settings: dict[str, Any]) -> bool:
+    """Whether rounds of several fragments may be in flight at once."""
+    return bool(settings["overlap"] * settings["fragments"] > settings["inner_steps"])
 
 
 def build(settings: dict[str, Any], max_group: int, seed: int) -> Swarm:
@@ -148,7 +155,7 @@ def build(settings: dict[str, Any], max_group: int, seed: int) -> Swarm:
         widths = [min((n for n in range(1, m + 1) if m % n == 0), key=lambda n, m=m: n + m // n) for (m,) in tensors]
         state |= {"columns": widths, "chunk": 2 * CHUNK}
         codec["rank"] = largest_rank([(size // width, width) for (size,), width in zip(tensors, widths, strict=True)])
-        if seed % 2:
+        if seed % 2 and not several_in_flight(settings):
             codec |= {"window": 3, "kept": 0.8}
     run = manifest(
         parameters=PARAMETERS, round=rules, state=state, codec=codec, budget={"rounds": 10**6},
