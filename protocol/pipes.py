@@ -51,7 +51,9 @@ class Pipe:
         The daemon hands over 32 KiB or less at a time: pieces are read by the loop's callback, since waking a task
         for each would cost more than moving the bytes. Raises StreamClosed, and what ``step`` raises.
         """
-        self._listener = None
+        if self._listener is not None:
+            self._listener = None
+            self._loop.remove_reader(self._socket)
         return await self._move(step, self._loop.add_reader, self._loop.remove_reader)
 
     def take(self, *into: memoryview | None) -> int | None:

@@ -43,6 +43,10 @@ _ACK_BYTES = 1 << 16
 """Data taken until it is acknowledged; twice that where the last acknowledgement was less than :data:`_ACK_EVERY` ago.
 Twice that is less than the least window: a sender without room always hears of what it has under way."""
 _ACK_EVERY = 0.005
+_TURN = 8
+"""Looks at the socket until others have their turn."""
+_HEADS = 4096
+"""Segments that are still passed over once the stream is closed here."""
 
 
 class Segments:
@@ -61,6 +65,7 @@ class Segments:
         self._left = 0  # bytes of the data segment that has begun
         self._head = bytearray(_HEAD.size)
         self._headed = 0  # bytes of the next head that are there
+        self._heads = 0  # heads passed over since the stream was closed here
         self._taken = 0
         self._told = 0  # of them acknowledged
         self._told_at = clock()
@@ -72,8 +77,8 @@ class Segments:
         self._shortest = float("inf")
         self._steady_until = clock()
         self._under_way: deque[tuple[int, float]] = deque()  # (bytes sent up to there, when they began to go)
-        self._owed = b""  # acknowledgements that are not written yet
-        self._torn = False  # one was written in part, and never will be whole
+        self._due: int | None = None  # what is to be acknowledged next
+        self._rest = b""  # what is not written yet of the acknowledgement before it
         self._writing = asyncio.Lock()  # for a segment
         self._paying: asyncio.Task[None] | None = None
         self._news: asyncio.Future[None] | None = None  # for a writer without room
@@ -86,7 +91,7 @@ class Segments:
     @property
     def whole(self) -> bool:
         """Whether nothing is half written, so that a last word would be read as one."""
-        return not self._torn and not self._writing.locked()
+        return not self._writing.locked()
 
     @property
     def window(self) -> int:
@@ -100,13 +105,14 @@ class Segments:
         comes at the same moment cannot lose. Raises StreamClosed, PeerMisbehaved."""
 
         def step() -> bool | None:
-            while True:
+            for _ in range(_TURN):
                 found = self._piece(into)
                 if found is None or found < 0:
                     return None if found is None else False
                 if found:
                     on_progress(found)
                     return True
+            return None
 
         return await self._pull(step)
 
@@ -116,7 +122,7 @@ class Segments:
 
         def step() -> bool | None:
             nonlocal filled
-            for _ in range(8):
+            for _ in range(_TURN):
                 if filled == len(into):
                     return True
                 found = self._piece(into[filled:])
@@ -188,16 +194,23 @@ class Segments:
         behind = self._taken - self._told
         if behind >= _ACK_BYTES and (behind >= 2 * _ACK_BYTES or self._clock() - self._told_at >= _ACK_EVERY):
             self._told, self._told_at = self._taken, self._clock()
-            self._owed = self._owed[: len(self._owed) % _HEAD.size] + _HEAD.pack(_TAKEN, self._taken % _MOD)
+            self._due = self._taken
             self._pay()
 
     def _pay(self) -> None:
         """Write what is owed, here and now if that takes no waiting and nobody is in the middle of a segment."""
         if self._writing.locked() or self._pipe.closed:
             return  # the writer takes it along
-        self._owed = self._owed[self._pipe.give(self._owed) :]
-        if self._owed and self._paying is None:
+        if owed := self._owed():
+            self._rest = owed[self._pipe.give(owed) :]
+        if self._owed() and self._paying is None:
             self._paying = asyncio.get_running_loop().create_task(self._pay_later())
+
+    def _owed(self) -> bytes:
+        """Acknowledgements to be written now."""
+        if not self._rest and self._due is not None:
+            self._rest, self._due = _HEAD.pack(_TAKEN, self._due % _MOD), None
+        return self._rest
 
     async def _pay_later(self) -> None:
         try:
@@ -209,11 +222,11 @@ class Segments:
             self._paying = None
 
     async def _settle(self) -> None:
-        if self._owed:
-            owed, self._owed = self._owed, b""
-            self._torn = True
-            await self._pipe.write(memoryview(owed))
-            self._torn = False
+        def progress(count: int) -> None:
+            self._rest = self._rest[count:]
+
+        while owed := self._owed():
+            await self._pipe.write(memoryview(owed), on_progress=progress)  # a cancellation leaves the rest to others
 
     # Writing
 
@@ -234,7 +247,7 @@ class Segments:
             async with self._writing:
                 await self._settle()
                 await self._segment(size, pieces, on_progress)
-            if self._owed:  # since; the other side may be waiting for it, as we are about to
+            if self._owed():  # since; the other side may be waiting for it, as we are about to
                 self._pay()
 
     async def _segment(self, size: int, pieces: list[memoryview], on_progress: Callable[[int], None] | None) -> None:
@@ -280,19 +293,21 @@ class Segments:
 
     def _look_for_news(self) -> bool:
         """Deal with what has come while nobody reads, up to data; whether more of it may come."""
-        while not self._left and not self.over:
+        for _ in range(_TURN):
+            if self._left or self.over:
+                return False
             found = self._look()
             if found is None:
                 return True
             if found < 0:
                 return False
-        return False
+        return True  # and is looked at in the next turn
 
     def _heard(self, value: int) -> None:
         """The other side has taken so many bytes in all."""
         new = (value - self._acknowledged) % _MOD
-        if new > self._sent - self._acknowledged:
-            raise PeerMisbehaved("an acknowledgement of what was not sent", self._peer)
+        if not 0 < new <= self._sent - self._acknowledged:
+            raise PeerMisbehaved("an acknowledgement of nothing new, or of what was not sent", self._peer)
         now, began = self._clock(), None
         full = 2 * (self._sent - self._acknowledged) >= self._window
         self._acknowledged += new
@@ -328,9 +343,7 @@ class Segments:
     async def part(self, timeout: float, most: int) -> None:
         """Say the last word, and throw away what comes, until the other side's, or its end; for at most ``timeout``
         seconds and ``most`` bytes. After :meth:`interrupt`, with nobody in the middle of a segment."""
-        await self._pipe.part(
-            self._owed[: len(self._owed) % _HEAD.size] + _HEAD.pack(_LAST, 0), self._skim, timeout, most
-        )
+        await self._pipe.part(self._rest + _HEAD.pack(_LAST, 0), self._skim, timeout, most)
 
     async def drain(self, timeout: float, most: int) -> None:
         """Throw away what comes until the other side ends; for at most ``timeout`` seconds and ``most`` bytes."""
@@ -357,6 +370,7 @@ class Segments:
                     kind, value = _HEAD.unpack(self._head)
                     self._headed = 0
                     self._left = value if kind == _DATA else 0
-                    self.over = kind == _LAST
+                    self._heads += 1
+                    self.over = kind == _LAST or self._heads > _HEADS
             data = data[passed:]
         return self.over

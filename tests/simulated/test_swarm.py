@@ -452,10 +452,10 @@ def test_who_pings_an_old_roster_gets_the_commit_only_as_a_member_and_not_at_eve
             post(to, message)
 
         peer.messenger.post = count  # type: ignore[method-assign]
-        assert peer._newest is not None
+        roster = list(peer._ended)[-1]
         for _ in range(20):
-            peer._receive(outsider.peer_id, Ping(peer._newest[0]))
-            peer._receive(swarm.hosts["p1"].peer_id, Ping(peer._newest[0]))
+            peer._receive(outsider.peer_id, Ping(roster))
+            peer._receive(swarm.hosts["p1"].peer_id, Ping(roster))
             await asyncio.sleep(SILENCE / 40)
         assert peer.head == head, "the next round was to come later"
 

@@ -288,8 +288,8 @@ def test_the_window_follows_the_time_that_acknowledgements_take() -> None:
 
 @pytest.mark.parametrize(
     "raw",
-    [struct.pack(">BI", 3, 1), struct.pack(">BI", 0, 0), struct.pack(">BI", 2, 7), struct.pack(">BI", 1, 1)],
-    ids=["unknown kind", "empty data", "last word with a value", "acknowledgement of what was not sent"],
+    [struct.pack(">BI", kind, value) for kind, value in ((3, 1), (0, 0), (2, 7), (1, 1), (1, 0))],
+    ids=["unknown kind", "empty data", "last word with a value", "acknowledged: not sent", "acknowledged: nothing"],
 )
 def test_what_breaks_the_form_is_refused(raw: bytes) -> None:
     async def test() -> None:
@@ -302,6 +302,59 @@ def test_what_breaks_the_form_is_refused(raw: bytes) -> None:
         assert caught.value.peer == "other"
         far.close()
         await end(a)
+
+    play(test)
+
+
+def test_heads_without_data_hold_nobody_up() -> None:
+    """A flood of segments of one byte: others have their turns, open or closed here."""
+
+    async def test() -> None:
+        near, far = socket.socketpair()
+        far.setblocking(False)
+        a = stream(near)
+        flood = struct.pack(">BIB", 0, 1, 0) * 50_000
+        sending = asyncio.create_task(asyncio.get_running_loop().sock_sendall(far, flood))
+        reading = asyncio.create_task(a.receive())
+        worst = 0.0
+        for _ in range(200):
+            began = time.monotonic()
+            await asyncio.sleep(0)
+            worst = max(worst, time.monotonic() - began)
+        assert worst < 1, "one turn"
+        reading.cancel()
+        sending.cancel()
+        await asyncio.gather(reading, sending, return_exceptions=True)
+        a._sent = True
+        again = asyncio.create_task(asyncio.get_running_loop().sock_sendall(far, flood * 4))
+        await a.close()
+        assert a._closing is not None
+        await asyncio.wait_for(a._closing, 5)
+        far.close()
+        await asyncio.gather(again, return_exceptions=True)
+
+    play(test)
+
+
+def test_who_begins_to_read_takes_over_from_a_writer_that_listens() -> None:
+    async def test() -> None:
+        a, b = pair()
+        a._pipe._pipe._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
+        sending = asyncio.create_task(a.send(bytes(1 << 20)))
+        await asyncio.sleep(0.05)
+        assert a._pipe._pipe._listener is not None, "it waits for acknowledgements"
+        await b.send(bytes(10))
+        assert await a.receive() == bytes(10)  # at once
+        loop = asyncio.get_running_loop()
+        await b.send(bytes(10))
+        await asyncio.sleep(0.05)
+        near = a._pipe._pipe._socket
+        listening = a._pipe._pipe._listener is not None and not a._pipe._pipe._listener.done()
+        assert listening or not loop.remove_reader(near), "no reader is left of nobody"
+        assert await a.receive() == bytes(10)
+        assert len(await b.receive(1 << 20)) == 1 << 20
+        await sending
+        await end(a, b)
 
     play(test)
 
