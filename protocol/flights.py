@@ -20,7 +20,7 @@ from .errors import RoundVoid
 from .island import Snapshot
 from .layout import ChunkLayout
 from .manifest import Manifest
-from .messages import Commit, Head, better
+from .messages import Body, Commit, Head, better
 from .overlap import left
 from .places import place, reach
 from .round import Round
@@ -219,10 +219,25 @@ class Flights:
                 return msgspec.structs.replace(report, ready=False, eta=eta)
         return report
 
-    def patience(self, silence: float) -> float:
-        """Until when a round that is sealed now has to last: it can be signed when those before it are over, and that
-        takes a moment."""
-        return max((flight.round.ends for flight in self._all), default=float("-inf")) + 2 * silence
+    def patience(self, at: int, silence: float) -> float:
+        """Until when a round has to last that is sealed now for the place ``at``: it can be signed when those before it
+        are over, each at the latest when its own D is, and each place in between takes a moment. Those ends may be put
+        off themselves, but that is no reason to put off this one: where rounds follow one another without a pause, ends
+        that are counted from ends would move away for ever."""
+        return max(
+            (
+                flight.round.started + flight.round.seal.deadline
+                + 2 * silence * min(at - flight.place, self.width - 1)
+                for flight in self._all
+                if flight.place < at
+            ),
+            default=float("-inf"),
+        )  # fmt: skip
+
+    def ahead(self, body: Body, head: Head) -> bool:
+        """Whether a commit, by its body, is one of a round that may be in flight beside that for the head's place:
+        higher than the next one, and not so high that what lies between has to be caught up with."""
+        return self.several and head.height + 1 < body.height <= head.height + self.width
 
     # --- calls
 

@@ -76,7 +76,7 @@ from .manifest import Manifest
 from .messages import GENESIS, MAX_ROUND_GAP, Body, Commit, Head, Member, Vote, better, decode, hash_of, seal_bytes
 from .messenger import Messenger, message_limit
 from .overlap import Merge, Overlap, left
-from .places import place, reach
+from .places import place, place_of, reach
 from .probe import Prober
 from .rates import Rates
 from .records import Record, State
@@ -100,8 +100,8 @@ MAX_DONORS = 8
 """Peers asked at once for what this one lacks."""
 MAX_BAN = 6
 """Two to this power: commits for which a reducer that failed again and again gets no part."""
-MAX_HEIGHT = 2**63
-"""Above every commit."""
+COMMITS = 16
+"""Commits on the head that are kept until one of them is followed."""
 EARLY_LIMIT = 256
 """Messages kept for rosters that this peer has not been told of yet."""
 
@@ -266,7 +266,8 @@ class Peer:
         self._round_began = asyncio.Event()
         self._limbo: list[_Limbo] = []
         self._early: deque[tuple[PeerId, RoundMessage]] = deque(maxlen=EARLY_LIMIT)
-        self._commits: deque[tuple[bytes, Commit]] = deque(maxlen=16)
+        # Beside those on the head there is room for all that one identity alone may make up above it.
+        self._commits: deque[tuple[bytes, Commit]] = deque(maxlen=COMMITS + self._flights.width - 1)
         self._ended: dict[bytes, tuple[Commit, float]] = {}
         """The newest commits, as many as rounds may be in flight, that this process applied, and when, by roster."""
         self._told_end: dict[PeerId, float] = {}
@@ -719,11 +720,7 @@ class Peer:
         later = self.head.outer_step if self._flights.several else float("inf")
         self._limbo = [limbo for limbo in self._limbo if limbo.round.place >= later]
         self._better_since = None
-        above = self.head.height + 1 if self._flights.several else MAX_HEIGHT
-        self._commits = deque(
-            (item for item in self._commits if item[1].body.parent == self.head.id or item[1].body.height > above),
-            maxlen=16,
-        )
+        self._keep_commits(lambda _, body: body.parent == self.head.id or self._flights.ahead(body, self.head))
         digest = self.replica.start_digest(self.transport)
         head = self.head
         digest.add_done_callback(lambda task: self._log_digest(head, task))
@@ -1256,7 +1253,7 @@ class Peer:
             return
         if all(commit_id != known for known, _ in self._commits):
             if body.parent != self.head.id:
-                if self._flights.several and body.height > self.head.height + 1:
+                if self._flights.ahead(body, self.head) and not self._told_ahead(body):
                     self._commits.append((commit_id, commit))  # those before it are about to come, too
                 return
             self._commits.append((commit_id, commit))
@@ -1270,6 +1267,20 @@ class Peer:
             if self._awaited is not None and self._takes(commit, self._awaited.base, self._awaited.fragment):
                 self._resolve_seal(None)
             self._wake.set()
+
+    def _told_ahead(self, body: Body) -> bool:
+        """Whether another commit above the next one is kept that has the height and the coordinator of this one: of
+        what an identity makes up by itself no more is kept than of what it may have led."""
+        said = body.height, body.seal.coordinator
+        return any((known.body.height, known.body.seal.coordinator) == said for _, known in self._commits)
+
+    def _keep_commits(self, kept: Callable[[bytes, Body], bool]) -> None:
+        """Forget those of which that does not hold."""
+        rest = [(commit_id, commit) for commit_id, commit in self._commits if kept(commit_id, commit.body)]
+        self._commits = deque(rest, maxlen=self._commits.maxlen)
+
+    def _forget_commit(self, commit_id: bytes) -> None:
+        self._keep_commits(lambda known, _: known != commit_id)
 
     def _takes(self, commit: Commit, base: Head, fragment: int | None) -> bool:
         """Whether a commit on this head takes the place that another roster, or call, was for."""
@@ -1294,7 +1305,7 @@ class Peer:
             if commit.body.parent != self.head.id:
                 continue
             if (rival := self._rival(commit)) is None:
-                self._commits = deque((item for item in self._commits if item[0] != commit_id), maxlen=16)
+                self._forget_commit(commit_id)
                 return commit_id, commit
             if len(commit.body.seal.members) > 1 or len(rival.round.peers) == 1:
                 rival.end("another roster committed on the same base")
@@ -1707,10 +1718,11 @@ class Peer:
         if not several or self._frozen:
             self._set_state("averaging")
         self._last_round = max(self._last_round, seal.round)
+        patience = self._flights.patience(place_of(seal, self.layout), self._silence)
         self._events(
             "seal", round=seal.round, fragment=seal.fragment, roster=roster_id.hex(),
             members=[m.peer for m in seal.members], coordinator=seal.coordinator, deadline=seal.deadline,
-            bound=seal.deadline + 3 * self._silence,
+            bound=max(seal.deadline, patience - self.transport.now()) + 3 * self._silence,
             **({"stopped": snapshot.stopped} if self._ahead_of_round else {}),
             **({"rank": seal.rank} if seal.rank else {}),
             **({"device_bytes": self._encoded.moved} if self._encoded is not None else {}),
@@ -1727,7 +1739,7 @@ class Peer:
         if several:
             theta = self.island.frozen if entering.ahead else self.island.local
         current = Round(around, seal, sealed.signature, roster_id, theta)
-        current.stay(self._flights.patience(self._silence))
+        current.stay(patience)
         flight = Flight(
             current, entering.brought, self.transport.now(), entering.ahead, entering.paused,
             grounded=entering.grounded,
@@ -2064,7 +2076,7 @@ class Peer:
         """A commit with a majority's signatures that is false all the same: never apply it, and go on training."""
         self._refuse(PeerId(body.seal.coordinator), f"the commit of round {body.round}: {reason}")
         self._spurned.append(commit_id)
-        self._commits = deque((item for item in self._commits if item[0] != commit_id), maxlen=16)
+        self._forget_commit(commit_id)
         if self.island is not None:
             await self._thaw(body.fragment)
 

@@ -112,8 +112,8 @@ class Accounts:
     def gaps(self, end: float) -> list[tuple[float, float, float]]:
         """For each pair of consecutive commits: when, the seconds between them, and what is allowed.
 
-        Allowed are the inner steps, and (v + 1)(D + 3T) from the last fault, or end of one, in between; v counts the
-        rosters, and calls without a seal, that came to nothing since.
+        Allowed are the inner steps, and (v + 1)(D + 3T) + 2(W − 1)T from the last fault, or end of one, in between; v
+        counts the rosters, and calls without a seal, that came to nothing since.
         """
         rules = self.swarm.manifest.round
         deadline = max(self.seals.values(), default=4 * rules.silence)
@@ -126,7 +126,8 @@ class Accounts:
             last = bisect_right(changes, after) - 1
             since = max(before, changes[last]) if last >= 0 else before
             count = bisect_right(voids, after) - bisect_right(voids, since)
-            allowed = since - before + self.inner + (count + 1) * (deadline + 3 * rules.silence)
+            behind = 2 * (rules.in_flight - 1) * rules.silence
+            allowed = since - before + self.inner + (count + 1) * (deadline + 3 * rules.silence) + behind
             found.append((before, after - before, allowed))
         return found
 

@@ -10,14 +10,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from atoll.protocol.commits import Position, check_body, check_child, check_seal, parent_of, position_of
+from atoll.protocol.commits import Position, check_body, check_child, check_seal, make_body, parent_of, position_of
 from atoll.protocol.control import Call
+from atoll.protocol.deadline import deadline_seconds
 from atoll.protocol.errors import PeerMisbehaved, RoundVoid
+from atoll.protocol.identity import FastSigner
 from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.manifest import Manifest
-from atoll.protocol.messages import Body, Commit, hash_of
+from atoll.protocol.messages import Body, Commit, Head, Member, Seal, Vote, hash_of, vote_bytes
+from atoll.protocol.peer import Peer
 from atoll.protocol.places import place_of
 from atoll.protocol.round import Round
+from atoll.protocol.transport import PeerId
 
 from ..flights import InFlight, measure
 from .faults import Chaos
@@ -338,3 +342,83 @@ def test_chaos(seed: int) -> None:
     for lives in swarm.lives.values():
         island = lives[-1].island
         assert island is None or np.isfinite(island.local).all()
+
+
+def test_a_member_that_never_votes_holds_the_next_place_up_no_longer_than_one_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many rounds have followed one another without a pause before, each sealed less than 2T after the last."""
+    swarm = Swarm(manifest(**several(budget={"rounds": 24})), latency=0.25)
+    finish, mute = Round.run, set[str]()
+    flights = InFlight(swarm, "p0")
+
+    async def keep_silent(current: Round) -> Commit:
+        if str(current.around.transport.peer_id) == "sim-p1" and current.place >= 50 and not swarm.named("void"):
+            mute.add(current.roster_id.hex())
+            current.around.obsolete = lambda: True  # it goes on pinging
+        return await finish(current)
+
+    monkeypatch.setattr(Round, "run", keep_silent)
+    for name in ("p0", "p1"):
+        swarm.add(name)
+    run(swarm, limit=900)
+    rules = swarm.manifest.round
+    sealed = [(at, fields) for at, name, fields in swarm.named("seal") if name == "p0"]
+    deadline = max(fields["deadline"] for _, fields in sealed)
+    longest = deadline + 2 * (rules.in_flight - 1) * rules.silence
+    assert flights.most == rules.in_flight == 3
+    row = [at for at, fields in sealed if fields["roster"] not in mute][3:40]
+    assert max(b - a for a, b in pairwise(row)) < 2 * rules.silence
+    began = {fields["roster"]: at for at, fields in sealed}
+    voids = {fields["roster"]: at for at, name, fields in swarm.named("void") if name == "p0"}
+    assert mute & set(voids)
+    assert set(voids) <= mute
+    assert all(at - began[roster] <= longest + 0.5 for roster, at in voids.items())
+    assert all(fields["bound"] <= longest + 3 * rules.silence for _, fields in sealed)
+    gaps = [b - a for a, b in pairwise(swarm.commit_times())]
+    assert max(gaps) <= (len(voids) + 1) * (deadline + 3 * rules.silence) + longest - deadline
+    assert max(gaps) <= longest + deadline + 6 * rules.silence
+    assert swarm.best_head().outer_step == 24 * 3 + 2
+
+
+def test_what_one_identity_makes_up_does_not_push_out_commits_that_are_ahead() -> None:
+    """Above the head it signs commits of its own, of any height, and several of each."""
+    swarm = Swarm(manifest(**several(round={"quorum": 1}, budget={"rounds": 6})), latency=0.15)
+    seen: list[tuple[list[int], bool, bool]] = []
+
+    def invent(victim: Peer, signer: str, height: int, salt: int) -> Commit:
+        """Sound in itself, for the place of the present head, on a parent that nobody has."""
+        head, me, rules, layout = victim.head, PeerId(f"sim-{signer}"), victim.manifest, victim.layout
+        member = Member(me, bytes(16), 0, 0, salt, 0.0, 0.0, True)
+        fragment = layout.due(head.outer_step)
+        base = msgspec.structs.replace(head, id=bytes([salt]) * 32)
+        deadline = deadline_seconds([member], layout.fragment(fragment), rules.codec.name, rules.round.silence, 3)
+        seal = Seal(rules.run_id, head.round + 1, fragment, base, me, bytes(16), [member], [], False, deadline)
+        parent = Head(bytes([salt, height % 256]) * 16, height - 1, head.weight, height - 1, head.outer_step)
+        position = msgspec.structs.replace(victim.replica.position, head=parent)
+        body = make_body(seal, hash_of(seal), position, bytes(32), [], rules, layout)
+        return Commit(body, [Vote(0, FastSigner(me).sign(vote_bytes(hash_of(body))))])
+
+    def lie(name: str, event: str, fields: dict[str, Any]) -> None:
+        if (name, event) != ("p1", "commit") or fields["outer_step"] != 9:
+            return
+        victim = swarm.life("p1").peer
+        head, liar = victim.head, PeerId("sim-p0")
+        real = invent(victim, "p0", head.height + 2, 200)
+        honest = invent(victim, "p2", head.height + 2, 201)
+        for commit in (real, honest):
+            victim._offer_commit(liar, commit)
+        for salt in range(1, 9):
+            for height in (2, 3, 4, 5, 40, 1000):
+                victim._offer_commit(liar, invent(victim, "p0", head.height + height, salt))
+        kept = [commit.body for _, commit in victim._commits if commit.body.parent != head.id]
+        heights = sorted(body.height - head.height for body in kept if body.seal.coordinator == liar)
+        seen.append((heights, real.body in kept, honest.body in kept))
+
+    swarm.hooks.append(lie)
+    for index in range(3):
+        swarm.add(f"p{index}")
+    run(swarm, limit=900)
+    # Heights above the head: no more than rounds may be in flight.
+    assert seen == [([2, 3], True, True)]
+    assert swarm.best_head().outer_step == 6 * 3 + 2

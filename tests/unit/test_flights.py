@@ -70,10 +70,21 @@ def test_the_deadline_allows_for_links_that_are_shared() -> None:
 class FakeRound:
     """As much of a round as flights look at."""
 
-    def __init__(self, at: int, number: int = 1, peers: tuple[str, ...] = ("me",)) -> None:
+    def __init__(
+        self,
+        at: int,
+        number: int = 1,
+        peers: tuple[str, ...] = ("me",),
+        *,
+        started: float = 0.0,
+        deadline: float = 30.0,
+    ) -> None:
         self.place, self.roster_id, self.peers, self.me = at, bytes([at]) * 32, list(peers), 0
-        self.seal = SimpleNamespace(round=number, coordinator="me", members=[SimpleNamespace(want=5)])
-        self.carried, self.reducing, self.ends = (10 * at, at), True, 50.0 + at
+        self.seal = SimpleNamespace(
+            round=number, coordinator="me", members=[SimpleNamespace(want=5)], deadline=deadline
+        )  # fmt: skip
+        self.carried, self.reducing, self.started = (10 * at, at), True, started
+        self.ends = started + deadline
 
 
 def flying(flights: Flights, at: int, steps: int = 0, **more: Any) -> Flight:
@@ -96,8 +107,57 @@ def test_places_are_taken_and_given_back() -> None:
     flights.remove(first)
     assert flights.next(now) == 4, "a void round is called again before all others"
     assert flights.lost(head(6)) == [second]
-    assert (flights.wanted(), flights.patience(2.0)) == (10, 60.0)
+    assert flights.wanted() == 10
     assert flights.carried() == (150, 15)
+
+
+def test_a_round_lasts_until_those_before_it_are_over() -> None:
+    rules = made()
+    flights = Flights(rules, rules.layout)
+    assert flights.patience(4, 5.0) == float("-inf")
+    flying(flights, 5, started=10.0, deadline=30.0)
+    flying(flights, 6, started=11.0, deadline=20.0)
+    assert flights.patience(7, 5.0) == 10.0 + 30.0 + 2 * 10.0
+    assert flights.patience(6, 5.0) == 10.0 + 30.0 + 10.0
+    # What is called again for an earlier place waits for none behind it.
+    assert flights.patience(4, 5.0) == float("-inf")
+
+
+@pytest.mark.parametrize(("fragments", "overlap", "width"), [(2, 20, 2), (3, 20, 3), (6, 20, 6)])
+@pytest.mark.parametrize("deadline", [30.0, 20.0])
+def test_ends_do_not_drift_while_rounds_follow_one_another_without_a_pause(
+    fragments: int, overlap: int, width: int, deadline: float
+) -> None:
+    """A launch every 3 s, with T = 5 s, before the last one in flight is over."""
+    rules, silence, pause = made(fragments, overlap), 5.0, 3.0
+    flights = Flights(rules, rules.layout)
+    assert flights.width == width
+    longest = deadline + 2 * (width - 1) * silence
+    for at in range(200):
+        now, before = pause * at, list(flights)
+        until = flights.patience(at, silence)
+        flight = flying(flights, at, started=now, deadline=deadline)
+        flight.round.ends = max(flight.round.ends, until)
+        assert flight.round.ends - now <= longest
+        for other in before:
+            # Enough for the whole row: each before it may be over at the last moment only.
+            assert flight.round.ends >= now + deadline
+            assert flight.round.ends >= other.round.started + deadline + 2 * silence * (at - other.place)
+        if len(flights) == width:
+            flights.remove(next(iter(flights)))
+        assert len(flights) > 0
+
+
+def test_a_commit_is_ahead_while_its_round_may_be_in_flight() -> None:
+    rules, now = made(), head(4, 9)
+    found = [
+        height
+        for height in range(30)
+        if Flights(rules, rules.layout).ahead(cast(Any, SimpleNamespace(height=height)), now)
+    ]
+    assert found == [11, 12]
+    one = made(overlap=6)
+    assert not Flights(one, one.layout).ahead(cast(Any, SimpleNamespace(height=11)), now)
 
 
 def test_with_one_round_at_a_time_its_place_is_the_heads() -> None:
