@@ -120,7 +120,7 @@ class Commit(msgspec.Struct, tag="commit", frozen=True):
     of: tuple[int, int, int] | None
     outer_step: int
     until: int | None
-    """As in :class:`Resume`."""
+    """As in :class:`Resume`. Without limit where the source is not at hand: then nothing is left to hand over."""
 
 
 class Hold(msgspec.Struct, tag="hold", frozen=True):
@@ -217,6 +217,8 @@ class Encoded(msgspec.Struct, tag="encoded", frozen=True):
     """Bytes that crossed from the device to the host."""
     failed: str = ""
     """Why nothing was encoded."""
+    crowded: bool = False
+    """Whether it was for want of memory, which leaving it to the host makes good."""
 
 
 class Piece(msgspec.Struct, tag="piece", frozen=True):
@@ -225,6 +227,8 @@ class Piece(msgspec.Struct, tag="piece", frozen=True):
     number: int
     head: str
     """The commit that the residual belongs to."""
+    failed: str = ""
+    """Why nothing was read: the window holds what it held before."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):

@@ -31,6 +31,8 @@ ENCODE_TIMEOUT = 30.0
 ended."""
 SLOWEST = 5e6
 """Parameters a second that any device encodes, or takes over with a commit: a core or two that others use as well."""
+MAX_FAILURES = 2
+"""Failures to encode in a row, for other reasons than memory, after which the host does it."""
 READ_TIMEOUT = 10.0
 """Seconds for one window full of what goes to the disk."""
 
@@ -85,6 +87,8 @@ class TrainerEncoder(protocol.Encoder):
         self._waiting: dict[int, asyncio.Future[Encoded | Piece]] = {}
         self._window = asyncio.Lock()
         """Held while something is fetched through the window."""
+        self._failures = 0
+        """Of encoding, in a row."""
 
     async def begin(self, params: Floats, *, commit_id: bytes, residual: Floats | None, theta: Floats | None) -> None:
         await self._place("params", params, commit_id)
@@ -106,11 +110,14 @@ class TrainerEncoder(protocol.Encoder):
         answer = await self._serve(Encode(trainer._number(), freeze, fragment), limit)
         assert isinstance(answer, Encoded)
         if answer.failed:
-            # Without it the peer would have nothing to bring, round after round.
-            trainer._crowded = True
             error = ResourceError(f"the trainer could not encode on its device: {answer.failed}")
-            trainer._end_child(error)
+            self._failures += 1
+            if answer.crowded or self._failures >= MAX_FAILURES:
+                # Else the peer would have nothing to bring, round after round.
+                trainer._to_host = True
+                trainer._end_child(error)
             raise error
+        self._failures = 0
         if not answer.sound:
             return None
         part, memory = self._layout.fragment(fragment), trainer._memory.encoded
@@ -148,6 +155,8 @@ class TrainerEncoder(protocol.Encoder):
             trainer._training = False
             raise
         assert isinstance(answer, Moved)
+        if not answer.known:
+            trainer._until = None
         moved = Snapshot(answer.steps, answer.tokens, answer.units, trainer._leased(), answer.stopped)
         return moved, answer.known
 
@@ -160,6 +169,9 @@ class TrainerEncoder(protocol.Encoder):
     async def theta(self) -> Floats:
         values = await self._read("theta", None)
         assert values is not None
+        if self._trainer._froze[1] != self._trainer.life:
+            # The next child has θ only once it is told to go on.
+            raise ResourceError("the trainer has died since it was frozen")
         return values
 
     # --- messages -------------------------------------------------------------------------------------------------
@@ -212,7 +224,8 @@ class TrainerEncoder(protocol.Encoder):
             await asyncio.to_thread(work)
 
     async def _read(self, what: Literal["theta", "residual"], head: str | None) -> Floats | None:
-        """A vector, through the window; None when it is, or becomes meanwhile, that of another head."""
+        """A vector, through the window; None when it is, or becomes meanwhile, that of another head. Raises
+        :class:`ResourceError` when the child cannot give it."""
         trainer, window = self._trainer, self._trainer._memory.window
         values = np.empty(trainer._setup.parameters, np.float32)
         async with self._window:
@@ -220,6 +233,8 @@ class TrainerEncoder(protocol.Encoder):
                 stop = min(start + len(window), len(values))
                 piece = await self._serve(Read(trainer._number(), what, start, stop), READ_TIMEOUT)
                 assert isinstance(piece, Piece)
+                if piece.failed:
+                    raise ResourceError(f"the trainer could not read what goes to the disk: {piece.failed}")
                 if head is not None and piece.head != head:
                     return None
                 values[start:stop] = window[: stop - start]

@@ -164,8 +164,8 @@ class TrainerProcess(Island):
         """Why there is no child now; ``None`` while there is one."""
         self._ended_here: AtollError | None = None
         """Why this side has killed the present child; ``None`` while it has not."""
-        self._crowded = False
-        """Whether the device has no room for encoding on it."""
+        self._to_host = False
+        """Whether the next child is to leave encoding to the host: there is no room for it, or it keeps failing."""
         self._closing = False
         self._end: asyncio.Future[AtollError] = asyncio.get_running_loop().create_future()
         """Why no child will be started any more."""
@@ -534,7 +534,7 @@ class TrainerProcess(Island):
                 self._failure = failure
             if self._closing:
                 return
-            if not self._ready.done() and not memory and not self._crowded:
+            if not self._ready.done() and not memory and not self._to_host:
                 self._give_up(failure)  # what it has found when it began, it would find again
                 return
             in_a_row = 1 if time.monotonic() - began > HEALTHY else in_a_row + 1
@@ -544,7 +544,7 @@ class TrainerProcess(Island):
                 again = f"was started {in_a_row} times in a row and failed again" if in_a_row > 1 else "failed"
                 self._give_up(kind(f"the trainer {again}: {failure}"))
                 return
-            if self._crowded:
+            if self._to_host:
                 self._encode_on_host(str(failure))
             elif memory:
                 current = self._memory.read().micro_batch or self._setup.micro_batch or self._batch
@@ -616,7 +616,7 @@ class TrainerProcess(Island):
             # the end of the channel comes before the exit code; cancellation must not leave a zombie
             await asyncio.shield(asyncio.gather(process.wait(), last_words))
             self._process = None
-        self._crowded |= reported is not None and reported.crowded
+        self._to_host |= reported is not None and reported.crowded
         failure = _reason(reported, process.returncode, last_words.result())
         if self._ended_here is not None:
             failure = self._ended_here
@@ -667,7 +667,7 @@ class TrainerProcess(Island):
 
     def _encode_on_host(self, why: str) -> None:
         """From the next child on, nothing is encoded on the device. why: empty when nobody had asked for it."""
-        self._crowded = False
+        self._to_host = False
         if self._setup.coding is not None and why:
             self._log("warning", {"message": f"contributions are encoded on the host, not on the device: {why}"})
         self._change(coding=None)

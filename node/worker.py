@@ -77,8 +77,7 @@ def main() -> None:
     except MemoryError:
         _send(control, Failed("ResourceError", "the machine's memory ran out while training", True))
     except RuntimeError as error:
-        # torch has no type of its own for an allocation that failed on the CPU or inside a CUDA library
-        memory = any(word in str(error) for word in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
+        memory = out_of_memory(error)
         crowded = memory and worker is not None and worker.replica is not None
         _send(control, Failed("ResourceError" if memory else "RuntimeError", str(error), memory, crowded))
         if not memory:
@@ -86,6 +85,15 @@ def main() -> None:
     # skip the interpreter's teardown: the listening thread is inside a system call
     sys.stderr.flush()
     os._exit(1)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether this is an allocation that failed, here or on the device."""
+    # torch has no type of its own for one that failed on the CPU or inside a CUDA library
+    words = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
 
 
 class Worker:
@@ -297,7 +305,7 @@ class Worker:
         counters.spend(message.number, message.spent if known else 1.0, message.of if known else None)
         self.memory.write(counters)
         self.outer_step, self.training = message.outer_step, True
-        self.go_on(message.until)
+        self.go_on(message.until if known else None)
         _send(self.control, msgspec.structs.replace(moved, stopped=self.stopped))
 
     def place(self, message: Place) -> None:
@@ -330,8 +338,10 @@ class Worker:
             except Exception as error:
                 # The device's memory, mostly. The parent goes on without; a thread that ended would let it wait.
                 why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                failed = Encoded(message.number, False, 0, why) if isinstance(message, Encode) else None
-                _send(self.control, failed or Piece(message.number, ""))
+                if isinstance(message, Encode):
+                    _send(self.control, Encoded(message.number, False, 0, why, out_of_memory(error)))
+                else:
+                    _send(self.control, Piece(message.number, "", why))
 
     def draw(self) -> list[int]:
         """The next batch of leased sample units."""

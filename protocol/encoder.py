@@ -89,12 +89,13 @@ class Encoder(ABC):
 
         params: g after the commit, of which only the outcome's fragment is read. spent, of, outer_step, ahead: as in
         :meth:`.island.Island.resume`. Returns what :meth:`.island.Island.move` does, and whether the outcome's source
-        was at hand: if not, the fragment was treated as ``lost``, with all counters taken off.
+        was at hand: if not, the fragment was treated as ``lost``, with all counters taken off and no limit (``ahead``).
         """
 
     @abstractmethod
     async def residual(self, commit_id: bytes) -> Floats | None:
-        """A copy of e for the disk, fetched beside training; None where e belongs to another head, or there is none."""
+        """A copy of e for the disk, fetched beside training; None where e belongs to another commit, or there is none.
+        commit_id: the one of :meth:`begin`, or the last that :meth:`commit` took over."""
 
     @abstractmethod
     async def theta(self) -> Floats:

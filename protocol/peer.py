@@ -180,6 +180,8 @@ class Peer:
         self._keep_every = keep_every if self.layout.fragments == 1 else 0.0
         self._keep_at = float("inf")
         self._keeping: asyncio.Task[None] | None = None
+        self._untold = b"", b""
+        """The last commit of leases alone, of which an island that encodes is not told; and which it knows instead."""
         self._carried = False
         """Whether θ and leases may come from an earlier life of this process, whose last roster others may commit."""
         self._on_head = on_head
@@ -364,10 +366,7 @@ class Peer:
             await asyncio.gather(self._checkpointing, return_exceptions=True)
         await self.messenger.close()
         if self.replica is not None and self._lossy and self._failure is None:
-            try:
-                await self._save_residual()
-            except (ResourceError, StateError) as error:
-                self._events("warning", message=f"the residual was not saved: {error}")
+            await self._save_residual()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -603,12 +602,15 @@ class Peer:
             return
         try:
             snapshot = await self._freeze()
-            encoder, theta = self._encoder, None
-            if snapshot.steps:
-                theta = await (encoder.theta() if encoder is not None else self.transport.offload(island.local.copy))
         except ResourceError as error:
             await self._no_island(error)
             return
+        encoder, theta = self._encoder, None
+        try:
+            if snapshot.steps:
+                theta = await (encoder.theta() if encoder is not None else self.transport.offload(island.local.copy))
+        except ResourceError as error:
+            self._events("warning", message=f"the inner steps since the last commit were not saved: {error}")
         if theta is not None:
             told = island.keep()
             self._keeping = self._spawn(self._save_progress(self.head.id, theta, told))
@@ -2029,6 +2031,7 @@ class Peer:
         assert island is not None
         if not body.chunks or self.finished:  # leases alone; after the last round there is nothing to train for
             if not body.chunks:
+                self._untold = commit_id, self._told_of(body.parent)
                 await self._thaw(body.fragment)
             return {}
         if brought is not None and brought.life != island.life:
@@ -2098,18 +2101,26 @@ class Peer:
             await self.replica.digest(self.transport)
             keep = self.donor.in_use()
             await self.transport.offload(self.store.save_checkpoint, self.replica.position, self.replica.state, keep)
-            # It is valid with this head only: a crash before the next commit finds it, a later one begins without.
-            await self._save_residual()
         except (ResourceError, StateError) as error:
             self._events("warning", message=f"no checkpoint was written: {error}")
+            return
+        # It is valid with this head only: a crash before the next commit finds it, a later one begins without.
+        await self._save_residual()
 
     async def _save_residual(self) -> None:
         """Write the residual of the head to the disk, from here or from an island that keeps it, if it has one."""
         commit_id, residual, encoder = self.replica.position.head.id, self.replica.residual, self._encoder
-        if encoder is not None:
-            residual = await encoder.residual(commit_id)
-        if residual is not None:
-            await self.transport.offload(self.store.save_residual, commit_id, residual)
+        try:
+            if encoder is not None:
+                residual = await encoder.residual(self._told_of(commit_id))
+            if residual is not None:
+                await self.transport.offload(self.store.save_residual, commit_id, residual)
+        except (ResourceError, StateError) as error:
+            self._events("warning", message=f"the residual was not saved: {error}")
+
+    def _told_of(self, head: bytes) -> bytes:
+        """The commit with chunks, or the one that it began with, that an island that encodes knows this head by."""
+        return self._untold[1] if self._untold[0] == head else head
 
     async def _follow(self, commit_id: bytes, commit: Commit) -> None:
         """Apply a commit on this head that this peer had no live part in: another roster's, or a void one's."""

@@ -221,8 +221,9 @@ def test_a_child_that_dies_begins_anew_and_what_it_encoded_stays() -> None:
         assert island.life == life + 1
         assert island.encoder is encoder
         assert island.progress().steps == 0, "what it had learnt died with it"
-        with pytest.raises(ResourceError, match="died since"):
-            await encoder.encode(0)
+        for late in (encoder.encode(0), encoder.theta()):
+            with pytest.raises(ResourceError, match="died since"):
+                await late
         # The commit finds a child that knows nothing of the round.
         outcome = bench.outer(None, [], theta)
         await bench.commit(outcome, 0.0, ahead=0)
@@ -302,18 +303,26 @@ def test_what_was_saved_is_taken_up() -> None:
     run(body)
 
 
-def test_a_child_that_cannot_encode_leaves_it_to_the_host() -> None:
-    """Whatever it was that failed there, the device's memory for one: the peer would have nothing to bring."""
+def test_a_child_that_keeps_failing_to_encode_leaves_it_to_the_host() -> None:
+    """Else the peer would have nothing to bring, round after round. Once costs it no more than that round."""
 
     async def body(bench: Bench) -> None:
         island = bench.island
         await bench.begin()
         await bench.trained()
         await island.freeze()
-        island._froze = (999, island.life)
-        with pytest.raises(ResourceError, match="could not encode on its device"):
-            await bench.encoder.encode(0)
-        life = island.life
+        froze, pid, life = island._froze, island.pid, island.life
+        for _ in range(2):
+            island._froze = (999, life)
+            with pytest.raises(ResourceError, match="could not encode on its device: LookupError"):
+                await bench.encoder.encode(0)
+            island._froze = froze
+            bench.check(await bench.encoder.encode(0), await bench.encoder.theta())
+        assert (island.pid, island.life, island.failed) == (pid, life, None)
+        island._froze = (999, life)
+        for _ in range(2):
+            with pytest.raises(ResourceError, match="could not encode on its device: LookupError"):
+                await bench.encoder.encode(0)
         await until(lambda: island.life == life + 1)
         await until(lambda: island.failed is None)
         assert island.encoder is None
@@ -330,6 +339,75 @@ def test_a_child_that_cannot_encode_leaves_it_to_the_host() -> None:
         assert np.abs(island.frozen - bench.host.params).max() > 0
 
     run(body, overlap=5)
+
+
+def sabotage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Trainer children on whose device there is no memory for this method of the replica."""
+    child = tmp_path / "python"
+    child.write_text(
+        f"#!{sys.executable}\nimport torch\nfrom atoll.node import device_replica, worker\n"
+        "def full(*_):\n    raise torch.OutOfMemoryError('CUDA out of memory')\n"
+        f"device_replica.DeviceReplica.{method} = full\nimport sys\nsys.argv[1:] = sys.argv[-1:]\nworker.main()\n"
+    )
+    child.chmod(0o700)
+    monkeypatch.setattr(trainer_module, "sys", SimpleNamespace(executable=str(child)))
+
+
+def test_a_child_without_memory_for_encoding_leaves_it_to_the_host_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sabotage(tmp_path, monkeypatch, "encode")
+
+    async def body(bench: Bench) -> None:
+        await bench.begin()
+        await bench.trained()
+        await bench.island.freeze()
+        with pytest.raises(ResourceError, match="could not encode on its device: OutOfMemoryError: CUDA out of memory"):
+            await bench.encoder.encode(0)
+        await until(lambda: len(bench.events.named("trainer")) == 2)
+        assert bench.events.named("trainer")[-1]["encode"] == "host"
+
+    run(body)
+
+
+def test_what_cannot_be_read_is_not_taken_for_what_lies_in_the_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sabotage(tmp_path, monkeypatch, "read")
+
+    async def body(bench: Bench) -> None:
+        await bench.begin()
+        await bench.trained()
+        await bench.island.freeze()
+        bench.island._memory.window[:] = 85
+        for read in (bench.encoder.theta, lambda: bench.encoder.residual(HEADS[0])):
+            with pytest.raises(ResourceError, match="could not read what goes to the disk: OutOfMemoryError"):
+                await read()
+        assert bench.island.failed is None, "that alone is no reason to end it"
+        await bench.island.resume(reload=False, spent=0, outer_step=0)
+        await bench.trained()
+
+    run(body)
+
+
+def test_with_a_source_that_is_gone_goes_the_limit_of_what_was_to_be_handed_over() -> None:
+    async def body(bench: Bench) -> None:
+        island = bench.island
+        await bench.begin()
+        await bench.trained()
+        await island.freeze()
+        theta = await bench.encoder.theta()
+        encoded = bench.check(await bench.encoder.encode(0), theta)
+        outcome = bench.outer(encoded, [0], theta)
+        gone = Encoded(0, encoded.payload, encoded.moved, 999, island.life)
+        outcome = Outcome(0, outcome.commit_id, [0], outcome.others, gone, False, False, Overlap())
+        before = island.progress().steps
+        _, known = await bench.commit(outcome, 0.1, ahead=0)
+        assert not known
+        assert island._until is None
+        await until(lambda: island.progress().steps > before + 5)
+
+    run(body)
 
 
 def test_a_device_without_room_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

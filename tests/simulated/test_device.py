@@ -92,7 +92,7 @@ class SimulatedEncoder(protocol.Encoder):
         size = max(sum(self.codec.encoded_size(part.size(i)) for i in range(part.count)) for part in parts)
         self.out = torch.zeros(size, dtype=torch.uint8)
         self.made: list[protocol.Encoded] = []
-        self.fail_next = False
+        self.fail_next = self.fail_reads = False
 
     async def begin(self, params: Floats, *, commit_id: bytes, residual: Floats | None, theta: Floats | None) -> None:
         self.given[:] = self.island.local[:] = params
@@ -142,16 +142,26 @@ class SimulatedEncoder(protocol.Encoder):
             return Snapshot(*before, island._limit(None)), known
         island._begun = 0.0  # a step that a commit has cut off begins anew, as with a reload
         await island.resume(
-            reload=False, spent=spent if known else 1.0, outer_step=outer_step, of=of if known else None, ahead=ahead
+            reload=False,
+            spent=spent if known else 1.0,
+            outer_step=outer_step,
+            of=of if known else None,
+            ahead=ahead if known else None,
         )
         return Snapshot(*before), known
 
     async def residual(self, commit_id: bytes) -> Floats | None:
+        self._check_reads()
         out = torch.zeros(self.layout.parameters)
         return out.numpy() if self.replica.read("residual", 0, out) == commit_id.hex() else None
 
     async def theta(self) -> Floats:
+        self._check_reads()
         return self.island.local.copy()
+
+    def _check_reads(self) -> None:
+        if self.fail_reads:
+            raise ResourceError("the device did not give it")
 
 
 class Mixed(Swarm):
@@ -407,6 +417,71 @@ def test_the_residual_goes_to_the_disk_with_its_commit_and_comes_back_with_no_ot
     assert any(name == "p2" for _, name, _ in swarm.named("restored")), "θ and the counters came back, too"
     swarm.check_samples()
     assert swarm.violations == []
+
+
+def test_after_a_commit_of_leases_alone_the_residual_is_saved_as_on_the_host() -> None:
+    """A newcomer's leases are a commit that an island is not told of, but no other state."""
+    found = []
+    for kind in (Hosts, Mixed):
+        # Rounds so long that a newcomer is not let wait for the next one.
+        swarm = swarm_of(kind, round={"inner_steps": 100, "first_lease": 640}, budget={"rounds": 30})
+
+        async def main(swarm: Mixed = swarm) -> None:
+            loop = swarm.network.loop
+            while swarm.life("p2").peer.head.outer_step < 3:
+                await asyncio.sleep(0.05)
+            swarm.add("p3")
+            peer = swarm.life("p2").peer
+            step, height = peer.head.outer_step, peer.head.height
+            while (peer.head.outer_step, peer.head.height) != (step, height + 1):
+                step, height = peer.head.outer_step, peer.head.height
+                assert loop.time() < 200
+                await asyncio.sleep(0.01)
+            residual = swarm.residual_of(swarm.life("p2"))
+            assert residual is not None
+            before, head = residual.tobytes(), peer.head.id
+            peer.stop()
+            while not swarm.life("p2").done:
+                await asyncio.sleep(0.001)
+            assert peer.head.id == head
+            kept = peer.store.load_residual(head)
+            assert kept is not None
+            assert kept.any()
+            assert kept.tobytes() == before
+            found.append((head, before))
+
+        swarm.network.run(main())
+        assert swarm.violations == []
+    assert found[0] == found[1]
+
+
+def test_what_the_island_cannot_give_is_not_saved_and_the_peer_goes_on() -> None:
+    swarm = swarm_of(Mixed, budget={"rounds": 12}, keep_every=1.0)
+    saved: list[int] = []
+
+    def fail(name: str, event: str, fields: dict[str, Any]) -> None:
+        if name == "p2" and event == "commit" and fields["outer_step"] == 3:
+            encoder = device_of(swarm, "p2").encoder
+            assert encoder is not None
+            encoder.fail_reads = True
+            save = swarm.life("p2").peer.store.save_progress
+
+            def note(commit_id: bytes, theta: Floats, told: str) -> None:
+                saved.append(1)
+                save(commit_id, theta, told)
+
+            swarm.life("p2").peer.store.save_progress = note  # type: ignore[method-assign]
+
+    swarm.hooks.append(fail)
+    run(swarm)
+    said = [fields["message"] for _, name, fields in swarm.named("warning") if name == "p2"]
+    assert "the inner steps since the last commit were not saved: the device did not give it" in said
+    assert "the residual was not saved: the device did not give it" in said
+    assert not [message for message in said if "checkpoint" in message or "freeze" in message]
+    assert not saved
+    late = [f for _, name, f in swarm.named("commit") if name == "p2" and f["outer_step"] > 4]
+    assert late
+    assert all(fields["contributors"].get("sim-p2") == 1 for fields in late)
 
 
 @pytest.mark.parametrize("seed", range(4))
