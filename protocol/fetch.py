@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -178,14 +178,35 @@ class Fetcher:
         Raises :class:`TransportError` when a better head is offered and no way to it could be verified, or when
         nobody answers; :class:`NetworkDown` when it is this machine that reaches nobody.
         """
-        donors = self._trusted(donors)
-        answers = await asyncio.gather(*(self._offer(peer) for peer in donors))
-        offers = {peer: found for peer, found in zip(donors, answers, strict=True) if isinstance(found, Heads)}
-        for answer in answers:
-            if isinstance(answer, NetworkDown) and not offers:
-                raise answer
+        asked = _Asked(self._trusted(donors), self._offer, lambda offer: better(offer.best, current) or offer.anchored)
+        try:
+            # Who does not answer must not hold up what the others say: meanwhile the run goes on, and a way that is
+            # found late leads to a head of the past, where nobody is any more.
+            await asked.first(self._patience / 10)
+            failed: TransportError | None = None
+            if not asked.complete:
+                try:
+                    plan = await self._choose(asked, current, starts)
+                    if plan is not None and (plan.anchored or self._guide is None or self._guide.newest is None):
+                        return plan
+                except TransportError as error:
+                    failed = error  # one of the others may still have it
+            await asked.all()
+            if failed is None or asked.offers():
+                plan = await self._choose(asked, current, starts)
+                if plan is not None or failed is None:
+                    return plan
+            raise failed
+        finally:
+            await asked.close()
+
+    async def _choose(self, asked: _Asked, current: Head, starts: Mapping[bytes, Head]) -> Plan | None:
+        """A verified way by what the donors have said so far; as :meth:`plan`."""
+        offers = asked.offers()
         if not offers:
-            raise PeerUnreachable(f"none of {len(donors)} peers says what head it has")
+            if asked.down is not None:
+                raise asked.down
+            raise PeerUnreachable(f"none of {len(asked.donors)} peers says what head it has")
         anchor, claims = self._anchored(offers)
         mine = anchor is not None and self._guide is not None and self._guide.holds(current.id)
         unshown: Plan | None = None
@@ -201,6 +222,7 @@ class Fetcher:
                 failed = True
                 self._drop(peer, error)
                 if not isinstance(error, Declined):
+                    asked.forget(peer)
                     del offers[peer]
                 continue
             if plan.anchored or anchor is None:
@@ -598,6 +620,71 @@ class Fetcher:
         if isinstance(error, PeerMisbehaved):
             self._liars[peer] = None
         self._report(peer, str(error) or "it does not answer in time", fault_of(error))
+
+
+class _Asked:
+    """Donors that are asked at once what head they have, and what they have said so far.
+
+    offer: asks one of them. promising: whether an answer is one that was hoped for.
+    """
+
+    def __init__(
+        self,
+        donors: Sequence[PeerId],
+        offer: Callable[[PeerId], Awaitable[Heads | NetworkDown | None]],
+        promising: Callable[[Heads], bool],
+    ) -> None:
+        self.donors = donors
+        self.down: NetworkDown | None = None
+        """Why nobody can be reached at all, if that is so."""
+        self._offer = offer
+        self._promising = promising
+        self._said: dict[PeerId, Heads] = {}
+        self._hoped = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._ask(peer), name=f"the head of {peer}") for peer in donors]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have answered, or failed to."""
+        return all(task.done() for task in self._tasks)
+
+    def offers(self) -> dict[PeerId, Heads]:
+        """The answers, in the order in which the donors were named."""
+        return {peer: self._said[peer] for peer in self.donors if peer in self._said}
+
+    def forget(self, peer: PeerId) -> None:
+        """What a donor said is of no use."""
+        self._said.pop(peer, None)
+
+    async def first(self, more: float) -> None:
+        """Wait for a promising answer, and for ``more`` seconds after it for the others; at most until all have."""
+        while not self.complete:
+            self._hoped.clear()
+            if any(self._promising(offer) for offer in self._said.values()):
+                await asyncio.wait(self._tasks, timeout=more)
+                return
+            await self._hoped.wait()
+
+    async def all(self) -> None:
+        """Wait until all have answered. Each is given up on after a while."""
+        await asyncio.gather(*self._tasks)
+
+    async def close(self) -> None:
+        """Wait for nobody any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _ask(self, peer: PeerId) -> None:
+        try:
+            answer = await self._offer(peer)
+            if isinstance(answer, Heads):
+                self._said[peer] = answer
+            elif answer is not None:
+                self.down = self.down or answer
+        finally:
+            asyncio.get_running_loop().call_soon(self._hoped.set)  # when this task is done
 
 
 @dataclass(eq=False)

@@ -87,7 +87,7 @@ from .replica import CARRY, Replica, rank_in_force
 from .round import Round, Surroundings
 from .stale import HALF
 from .state import GlobalState
-from .store import Store
+from .store import LOST, Store
 from .transfer import Donor
 from .transport import PeerId, Standing, Stream, Transport
 from .wakeup import Wakeup
@@ -96,6 +96,11 @@ REPORT_EVERY = 2.0
 """Seconds between two reports to the first candidates."""
 LINGER = 30.0
 """Seconds for which a peer at the end of the run waits for others to have its head."""
+ALONE = 3
+"""Silences for which a peer that hears nobody makes no commit alone."""
+LOOKING = 7
+"""The same while others claim a better head that it has found no reason to doubt: as long as a commit may take after a
+fault. A claim must not keep it from going on for ever."""
 MAX_DONORS = 8
 """Peers asked at once for what this one lacks."""
 MAX_BAN = 6
@@ -495,7 +500,8 @@ class Peer:
         if self.store.prefers(self.store.seen, self.head):
             # Its disk has lost what it had once applied. Others have it: from θ₀ it would only make a fork.
             self._owed = self.store.seen
-            self._events("warning", message=f"the disk has lost the state of round {self._owed.round}; it is fetched")
+            what = f"the state of round {self._owed.round}" if self._owed != LOST else "the state, and which it was"
+            self._events("warning", message=f"the disk has lost {what}; it is fetched")
         if self.head != GENESIS:
             self._events("resumed", round=self.head.round, outer_step=self.head.outer_step, height=self.head.height)
         self._flights.leave(self.head)
@@ -987,8 +993,11 @@ class Peer:
         live = {peer: report for peer, report in everyone.items() if not self._is_put_off(self._deaf, peer)}
         if len(live) > 1:
             self._alone_since = now
-        elif not self._reached(self._alone_since + 3 * self._silence):
-            return None
+        else:
+            # Where others say that they are elsewhere, the way to them comes first: alone it would only make a fork.
+            patience = LOOKING if self._ahead or self._looking is not None else ALONE
+            if not self._reached(self._alone_since + patience * self._silence):
+                return None
         if len(live) < rules.quorum:
             self._quorum_since = None
             return None
@@ -2243,6 +2252,7 @@ class Peer:
                     self._disbelieve(peer)
         else:
             await self.guide.take(plan.lineage)
+            self._alone_since = self.transport.now()  # others are where it goes
             if plan.base == self.head and plan.checkpoint is None:
                 await self._walk(plan)
             else:

@@ -14,6 +14,7 @@ appends, checkpoints and loads by one owner at a time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from .checkpoints import (
 from .commitlog import CommitLog, LogEntry, set_aside
 from .commits import START, Position
 from .disk import Buffer, Disk, FolderDisk
-from .errors import CheckpointError, PeerMisbehaved, StateError
+from .errors import CheckpointError, PeerMisbehaved, ResourceError, StateError
 from .layout import ChunkLayout
 from .lineage import Lineage, keep_quietly
 from .messages import GENESIS, NO_DIGEST, Body, Commit, Head, better, decode, encode
@@ -46,6 +47,8 @@ RUN_FILE = "run.json"
 HEAD_FILE = "head"
 RESIDUAL_FILE = "residual.safetensors"
 PROGRESS_FILE = "progress.safetensors"
+LOST = Head(b"\xff" * 32, 1, 0, 0, 0)
+"""Below every head of a commit, above genesis: what had been seen is not known any more, only that something was."""
 _HASH = 32
 
 
@@ -82,7 +85,8 @@ class Store:
         self._warn = warn or (lambda message: None)
         self._guard_run()
         self.seen = self._read_head()
-        """The best head ever logged here. Who has seen one never starts from θ₀, whatever is left on disk."""
+        """The best head ever logged here; :data:`LOST` when that is damaged. Who has seen one never starts from θ₀,
+        whatever is left on disk."""
         self.log = CommitLog(disk, run_id, self._warn)
         self.lineage = Lineage(disk, self.log.entries, self._warn)
         self.checkpoints = Checkpoints(disk, run_id, layout, self._warn)
@@ -139,7 +143,13 @@ class Store:
             return decode(data[:-_HASH], Head)
         except (OSError, CheckpointError, PeerMisbehaved) as error:
             set_aside(self.disk, HEAD_FILE, str(error), self._warn)
-            return GENESIS
+        with contextlib.suppress(ResourceError, StateError):  # then only the next start does not know it
+            self._write_head(LOST)
+        return LOST
+
+    def _write_head(self, head: Head) -> None:
+        data = encode(head)
+        self.disk.write(HEAD_FILE, [data, blake3(data).digest()])
 
     # -- the log
 
@@ -153,8 +163,7 @@ class Store:
     def see(self, head: Head) -> None:
         """This head has been reached: below it, the peer takes part in nothing any more."""
         if self.prefers(head, self.seen):
-            data = encode(head)
-            self.disk.write(HEAD_FILE, [data, blake3(data).digest()])
+            self._write_head(head)
             self.seen = head
 
     # -- the organiser's anchor

@@ -18,7 +18,7 @@ from atoll.protocol.disk import Disk, FolderDisk, MemoryDisk
 from atoll.protocol.errors import CheckpointError, DiskFull, ResourceError, StateError, StateLocked
 from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.messages import GENESIS, NO_DIGEST
-from atoll.protocol.store import Loaded, Store
+from atoll.protocol.store import LOST, Loaded, Store
 
 from .runchain import Run
 
@@ -227,7 +227,10 @@ def test_any_damage_is_found_and_survived(name: str, at: int, mask: int) -> None
     above = name.startswith("log/") and int(name[4:16]) > 8
     assert warnings or not (above or name.startswith("checkpoints/000000000008") or name in ("head", "run.json"))
     if name == "head":
-        assert store.seen == GENESIS
+        assert store.seen == opened(disk).seen == LOST, "that a head had been seen is not forgotten"
+        assert all(store.prefers(position.head, LOST) for position in POSITIONS)
+        store.see(POSITIONS[0].head)
+        assert opened(disk).seen == POSITIONS[0].head
 
 
 @settings(max_examples=150, deadline=None)

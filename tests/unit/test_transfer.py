@@ -288,6 +288,19 @@ def test_a_full_disk_reaches_the_caller_and_stops_the_transfer() -> None:
 # --- others
 
 
+class Late(Donor):
+    """Takes its time to say what head it has."""
+
+    def __init__(self, transport: Transport, source: Store, seconds: float) -> None:
+        super().__init__(transport, source)
+        self._seconds = seconds
+
+    async def _respond(self, request: Request) -> Response:
+        if isinstance(request, GetHeads):
+            await asyncio.sleep(self._seconds)
+        return await super()._respond(request)
+
+
 class Liar(Donor):
     """Answers as ``twist`` says."""
 
@@ -472,6 +485,62 @@ def test_a_donor_that_stops_is_replaced(kind: type) -> None:
     arrived(store)
     assert world.network.loop.clock < 40 * RUN.manifest.round.silence
     assert set(world.reports) <= {"wedged"}
+
+
+SILENCE = RUN.manifest.round.silence
+
+
+def test_who_does_not_say_what_head_it_has_holds_up_nobody() -> None:
+    """Waiting for it took 2T: longer than a round, so that who was behind came to a head of the past, again and again
+    (seeds 6046 and 5024 of tests.churn: peers behind NAT that cannot reach one another)."""
+    took: list[float] = []
+
+    async def program(transport: Transport, fetcher: Fetcher, donors: list[PeerId]) -> Plan | None:
+        began = transport.now()
+        plan = await fetcher.plan(donors, GENESIS, empty().restorable())
+        took.append(transport.now() - began)
+        return plan
+
+    world = World(
+        mute=lambda transport: Wedged(transport, filled(), GetHeads),
+        late=lambda transport: Late(transport, filled(), 0.1 * SILENCE), a=filled(11),
+    )  # fmt: skip
+    plan = world.run(program)
+    assert plan is not None
+    assert plan.head == TIP, "others have a moment longer than the first"
+    # T/5, and eight ways of 0.02 s: to ask, for the log, for the hashes of a checkpoint.
+    assert took[0] < 0.5 * SILENCE
+    assert world.reports == {}
+
+
+@pytest.mark.parametrize("twist", [inventing, missing], ids=lambda twist: twist.__name__)
+def test_a_liar_that_is_first_to_answer_does_not_keep_the_late_from_being_heard(
+    twist: Callable[[Request, Response], Response],
+) -> None:
+    def lying(transport: Transport) -> Donor:
+        return Liar(transport, filled(), twist)
+
+    store = empty()
+    world = World(
+        liar=lying, mute=lambda transport: Wedged(transport, filled(), GetHeads),
+        late=lambda transport: Late(transport, filled(), SILENCE),
+    )  # fmt: skip
+    plan = world.fetch(store)
+    assert plan is not None
+    assert plan.head == TIP
+    arrived(store)
+    assert "late" not in world.reports
+    alone = World(liar=lambda transport: Liar(transport, filled(), inventing), late=lambda t: Late(t, empty(), SILENCE))
+    with pytest.raises(TransportError, match="no way to it could be verified"):
+        alone.fetch(empty())
+
+
+def test_who_is_first_and_has_nothing_better_is_not_the_last_word() -> None:
+    store = filled(8)
+    world = World(a=filled(8), b=filled(3), late=lambda transport: Late(transport, filled(), SILENCE))
+    plan = world.fetch(store, POSITIONS[7].head)
+    assert plan is not None
+    assert plan.head == TIP
 
 
 def test_donors_that_end_the_stream_are_replaced() -> None:
