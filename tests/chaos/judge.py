@@ -123,7 +123,9 @@ def replay(
 
 
 def samples(manifest: Manifest, chain: Chain, context: int) -> tuple[list[str], dict[str, int]]:
-    """The ledger: leases are disjoint, and no process brought more than it had been leased until then.
+    """The ledger: leases are disjoint, and no process brought more than it had been leased until then, and than the
+    process of its peer before it had been leased and had not brought: a node that starts again goes on from the steps
+    that it has saved, with their lease.
 
     Of a contribution that was averaged in a share of the chunks the rest counts next time, in whole tokens
     (:func:`atoll.protocol.overlap.left`): half a token may be rounded up each time.
@@ -133,17 +135,23 @@ def samples(manifest: Manifest, chain: Chain, context: int) -> tuple[list[str], 
     leased: Counter[tuple[str, bytes]] = Counter()
     used: defaultdict[tuple[str, bytes], float] = defaultdict(float)
     rounded: Counter[tuple[str, bytes]] = Counter()
+    last: dict[str, tuple[str, bytes]] = {}
+    inherited: defaultdict[tuple[str, bytes], float] = defaultdict(float)
     spans, wrong = [], []
     for commit in chain.commits:
         body = commit.body
         members = body.seal.members
         for member, share in zip(members, contributed(body.seal, body.chunks, layout), strict=True):
             who = member.peer, member.nonce
+            if (before := last.get(member.peer, who)) != who and who not in inherited:
+                inherited[who] = inherited[before] + leased[before] - used[before]
+            last[member.peer] = who
             part = share * layout.fragment(body.fragment).parameters / layout.parameters
             used[who] += member.weight * part / context
             rounded[who] += 0 < part < 1
-            if used[who] > leased[who] + rounded[who] / 2 / context + 1e-6:
-                wrong.append(f"round {body.round}: {member.peer} had brought {used[who]:.9g} samples of {leased[who]}")
+            due = inherited[who] + leased[who]
+            if used[who] > due + rounded[who] / 2 / context + 1e-6:
+                wrong.append(f"round {body.round}: {member.peer} had brought {used[who]:.9g} samples of {due:.9g}")
         for lease in body.leases:
             leased[members[lease.member].peer, members[lease.member].nonce] += lease.span.count
             spans.append((lease.span.start, lease.span.start + lease.span.count))

@@ -11,10 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from bench._network import Unavailable, round_trip
 
 from atoll.protocol.identity import FastSigner
+from atoll.protocol.messages import Commit
 
 from ..chaos import judge
 from ..chaos.field import Life, Slot, Strike
@@ -117,6 +119,14 @@ def test_with_overlap_a_commit_brings_what_was_trained_before_its_seal() -> None
     assert spent.goodput == pytest.approx(1, abs=0.011), "the rest, once"
 
 
+def restarted(commit: Commit) -> Commit:
+    """The same, with other nonces."""
+    seal = commit.body.seal
+    members = [msgspec.structs.replace(member, nonce=bytes(len(member.nonce))) for member in seal.members]
+    body = msgspec.structs.replace(commit.body, seal=msgspec.structs.replace(seal, members=members))
+    return msgspec.structs.replace(commit, body=body)
+
+
 def test_a_replay_finds_every_change() -> None:
     swarm = Swarm(manifest(budget={"rounds": 4}))
     for name in ("p0", "p1"):
@@ -143,6 +153,10 @@ def test_a_replay_finds_every_change() -> None:
     changed[2][0] = changed[2][0][:-1] + bytes([changed[2][0][-1] ^ 1])
     assert len(replay(changed)) == 1
     assert len(replay(chunks, [*commits[:-1], commits[-2]])) == 1
+    # A node that starts again goes on with the lease of the process before it, and with no more.
+    again = [*commits[:2], *(restarted(commit) for commit in commits[2:])]
+    assert judge.samples(swarm.manifest, judge.Chain(ids, again, chunks), 10)[0] == []
+    assert judge.samples(swarm.manifest, judge.Chain(ids, [*again, again[-1]], chunks), 10)[0] != []
     doubled = [*commits, commits[-1]]
     assert judge.samples(swarm.manifest, judge.Chain(ids, doubled, chunks), 10)[0] != []
 
