@@ -223,7 +223,7 @@ class Process:
         return next(pid for pid, command in self.below().items() if "atoll.node.worker" in command)
 
     def p2pd(self) -> int:
-        return next(pid for pid, command in self.below().items() if "p2pd" in command.split()[0])
+        return next(pid for pid, command in self.below().items() if "p2pd" in command.partition(" ")[0])
 
     def close(self) -> None:
         """Read its event log no further: whoever uses its folder now has events of its own."""

@@ -301,7 +301,7 @@ def test_a_killed_p2pd_is_started_again(swarm: Swarm) -> None:
     os.kill(before, signal.SIGKILL)
 
     def again() -> int:
-        return next((p for p, c in victim.below().items() if "p2pd" in c.split()[0] and p != before), 0)
+        return next((p for p, c in victim.below().items() if "p2pd" in c.partition(" ")[0] and p != before), 0)
 
     victim.wait("another p2pd", again, 15)
     contributes(swarm, victim)
@@ -462,7 +462,7 @@ def test_leaving_while_joining(swarm: Swarm, when: str, number: int) -> None:
             process.wait_for("state", state="starting")
             process.wait("its trainer", lambda: any("atoll.node.worker" in c for c in process.below().values()))
         else:
-            process.wait("its p2pd", lambda: any("p2pd" in c.split()[0] for c in process.below().values()))
+            process.wait("its p2pd", lambda: any("p2pd" in c.partition(" ")[0] for c in process.below().values()))
         leaves(swarm, process, number, before)
 
 
