@@ -14,28 +14,6 @@ from typing import Literal, Protocol
 By = Literal["steps", "tokens", "time"]
 
 
-class Told(Protocol):
-    """What a peer says of itself, as in :class:`.control.Report`: all of it claims."""
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def leased(self) -> int: ...
-
-    @property
-    def ready(self) -> bool: ...
-
-    @property
-    def eta(self) -> float: ...
-
-    @property
-    def step_time(self) -> float: ...
-
-
 class Done(Protocol):
     """What a peer has done since its last contribution to a fragment, as in :class:`.island.Progress`."""
 
@@ -50,6 +28,16 @@ class Done(Protocol):
 
     @property
     def step_time(self) -> float: ...
+
+
+class Told(Done, Protocol):
+    """What a peer says of itself, as in :class:`.control.Report`: all of it claims."""
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def eta(self) -> float: ...
 
 
 @dataclass(frozen=True)
