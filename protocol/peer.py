@@ -1595,7 +1595,9 @@ class Peer:
                 if self._overtaken(call) or any(self._earlier(other, self.transport.peer_id) for other in others):
                     break
                 for peer in calling.expected - calling.answered:
-                    if self.messenger.failing(peer):
+                    # Silence counts from the last word, which may have come before the call.
+                    dead = self.messenger.silent_for(peer, float("-inf")) > self._silence
+                    if dead or self.messenger.failing(peer):
                         calling.answer(peer)
                 try:
                     async with asyncio.timeout(self._silence / 10):
@@ -1682,9 +1684,9 @@ class Peer:
         entered = self.transport.now()
         while not self._sealed.done():
             waited = self.transport.now() - entered
-            silent = self.messenger.silent_for(coordinator, entered) > self._silence * 1.5
-            if silent or waited > 4 * self._silence:
-                if not silent:
+            silent = self.messenger.silent_for(coordinator, entered)
+            if silent > self._silence or waited > 4 * self._silence:
+                if silent <= self._silence:
                     self._put_off(self._sealless, coordinator)
                 self._voids[coordinator] = self._voids.get(coordinator, 0) + 1
                 self._events("void", round=self._last_round + 1, roster="", reason="no seal came")

@@ -84,12 +84,15 @@ class Reducer:
     refused: called with (member, reason, fault) when a member is left out for what it does not bring. What it does
     wrong is raised by :meth:`accept`.
     floor: ``Transport.now()`` before which silence proves nothing (the process itself was held up then).
+    silent: seconds since anything at all was heard from a member, infinity when it has left the round. Who has been
+    silent for ``silence`` is dead, and is not waited for: a part that is averaged anew because its reducer has died
+    would else wait once more for what that reducer owes as a member.
     """
 
     def __init__(
         self, transport: Transport, layout: ChunkLayout, codec: Codec, members: Sequence[Member], me: int, part: Part,
         *, merging: Merging, silence: float, cutoff: float, sink: Callable[[int, bytes], None],
-        refused: Callable[[int, str, Fault], None], floor: Callable[[], float],
+        refused: Callable[[int, str, Fault], None], floor: Callable[[], float], silent: Callable[[int], float],
     ) -> None:  # fmt: skip
         self._transport = transport
         self._layout = layout
@@ -107,6 +110,7 @@ class Reducer:
         self._sink = sink
         self._refused = refused
         self._floor = floor
+        self._silent = silent
         self._began = transport.now()
         self._low = part.first
         self._end = part.first + part.count
@@ -208,13 +212,16 @@ class Reducer:
                 left = self._silence / 4
                 for member in missing:
                     waited = now - max(since, self._delivered[member], self._floor())
+                    silent = self._silent(member)
                     if waited > self._silence:
                         self._leave_out(member, f"no chunk {index} in {self._silence:.1f} s")
+                    elif silent > self._silence:
+                        self._leave_out(member, f"nothing from it in {self._silence:.1f} s, chunk {index} is due")
                     elif now > self._cutoff:
                         self._leave_out(member, f"no chunk {index} before the round's cut-off")
                     elif self._waited[member] > self._silence and now > self._due(index):
                         self._leave_out(member, f"chunk {index} too late for the rest to come in time")
-                    left = min(left, self._silence - waited)
+                    left = min(left, self._silence - max(waited, silent))
                 if all(member in self._out for member in missing):
                     break
                 await self._arrived.wait(max(left, self._silence / 100))

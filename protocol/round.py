@@ -264,7 +264,7 @@ class Round:
                 around.transport, self._chunks, around.replica.codec, self.seal.members, self.me, part,
                 merging=self._merging, silence=self.silence, cutoff=cutoff, sink=self._hold,
                 refused=self._refused,
-                floor=lambda: max(self.started, around.messenger.epoch),
+                floor=lambda: max(self.started, around.messenger.epoch), silent=self._silent,
             )  # fmt: skip
             self._serving[key] = reducer
             self._work[key] = self._spawn(reducer.run(self._own()))
@@ -433,12 +433,16 @@ class Round:
 
     # --- lead ----------------------------------------------------------------------------------------------------
 
-    def _alive(self, member: int) -> bool:
+    def _silent(self, member: int) -> float:
+        """Seconds since anything came from a member; infinity when it has said that the round is over for it."""
         if member == self.me:
-            return True
-        return member not in self._gone and (
-            self.around.messenger.silent_for(self.peers[member], self.started) <= self.silence
-        )
+            return 0.0
+        if member in self._gone:
+            return float("inf")
+        return self.around.messenger.silent_for(self.peers[member], self.started)
+
+    def _alive(self, member: int) -> bool:
+        return self._silent(member) <= self.silence
 
     def leader(self) -> int:
         """The member that leads now: the first in order that is not silent."""
