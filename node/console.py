@@ -92,6 +92,18 @@ def describe_progress(event: dict[str, Any]) -> str:
     )
 
 
+def describe_use(event: dict[str, Any]) -> str:
+    """What a trainer has spent its time on, by a progress event; empty where that does not tell."""
+    try:
+        seconds = [float(event[name]) for name in ("trained", "held", "waited")]
+    except (KeyError, TypeError, ValueError):
+        return ""
+    if (total := sum(seconds)) <= 0:
+        return ""
+    trained, held, waited = (f"{100 * part / total:.0f} %" for part in seconds)
+    return f"of {total:.0f} s {trained} inner steps, {held} kept by rounds, {waited} without samples"
+
+
 class ConsoleEcho:
     """Prints events; give it to an :class:`~atoll.protocol.eventlog.EventLog` as ``echo``, and close it at the end."""
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import atoll
 from atoll.protocol.commits import Position
 from atoll.protocol.errors import AtollError
-from atoll.protocol.island import Island
+from atoll.protocol.island import Island, Progress
 from atoll.protocol.peer import Peer
 from atoll.protocol.shutdown import aside, ending, on_signals
 from atoll.protocol.theta0 import theta0
@@ -132,6 +132,7 @@ async def _live(
             # What this peer has sent since its last commit: nearly all of it is this round's.
             sent = session.transport.bytes_sent
             fields["bytes_sent"], counted = sent - counted, sent
+            fields |= _use_of_time(peer.progress)
         session.event(event, **fields)
         if event == "digest" and exporter is not None:
             exporter.digest(fields["commit"], fields["digest"])
@@ -194,8 +195,14 @@ def _tell_progress(session: Session, peer: Peer, island: Island | None) -> None:
         tokens=progress.tokens, contributed=peer.contributed, loss=progress.loss,
         tokens_per_s=progress.fields.get("tokens_per_s", 0.0), step_time=progress.step_time,
         leased=progress.leased, bytes_sent=session.transport.bytes_sent,
-        bytes_received=session.transport.bytes_received, peers=peer.company,
+        bytes_received=session.transport.bytes_received, peers=peer.company, **_use_of_time(progress),
     )  # fmt: skip
+
+
+def _use_of_time(progress: Progress) -> dict[str, float]:
+    """Seconds of the trainer so far, by what it did with them; empty where there is none."""
+    fields = progress.fields
+    return {name: round(fields[name], 3) for name in ("trained", "held", "waited") if name in fields}
 
 
 class _Exporter:

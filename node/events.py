@@ -5,13 +5,16 @@ Every line has ``t``, ``event`` and ``peer`` (see :mod:`atoll.protocol.eventlog`
 ``start``       run, name, version, pid, addresses, device
 ``state``       state: starting | joining | training | averaging | waiting | finished | leaving
 ``progress``    state, round, outer_step, steps, tokens, contributed, loss, tokens_per_s, bytes_sent, bytes_received,
-                peers; about every second. steps and tokens since the last contribution; contributed: tokens averaged
-                since the process began; bytes: payload bytes of streams since then
+                peers, trained, held, waited; about every second. steps and tokens since the last contribution;
+                contributed: tokens averaged since the process began; bytes: payload bytes of streams since then; the
+                last three: seconds since the trainer was ready, in inner steps, kept from them by rounds (frozen, at
+                the limit of the overlap, to copy or move parameters), and without samples or a trainer
 ``seal``        round, roster, members, deadline, coordinator; with overlap stopped: seconds for which training stood
                 still to copy its parameters
 ``void``        round, roster, reason
 ``commit``      round, outer_step, id, parent, members (peer ids), contributors ({peer: share 0 … 1}), tokens and weight
-                (along the chain), seconds (from the seal on), bytes_sent (by this peer, in this round), lone; with
+                (along the chain), seconds (from the seal on), bytes_sent (by this peer, in this round), lone, trained,
+                held, waited (as in progress); with
                 overlap stopped: seconds for which training has stood still since the seal, at the limit of the overlap
                 and to move its parameters; with overwrite lost_tokens: of the steps made since the freeze
 ``digest``      round, outer_step, commit, digest: the state digest after that commit, hex

@@ -17,6 +17,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import time
 from dataclasses import astuple, dataclass, fields
 
 import numpy as np
@@ -56,6 +57,24 @@ class Counters:
     """Number of the last move of the parameters that was begun: after a death in the middle nobody knows them."""
     spent: int = 0
     """Number of the last order by which counters were lowered: what later ones take is not off them yet."""
+
+    stepping: float = 0.0
+    """Seconds of all steps since the process of the peer began, that which is running excepted."""
+    held: float = 0.0
+    """Seconds for which rounds have kept it from training since then, the present while excepted: from a freeze to the
+    resume, at the limit of an overlap, for a copy or a move of its parameters."""
+    held_since: float = 0.0
+    """``time.monotonic()`` when the present while began; 0 when nothing keeps it."""
+
+    def hold(self) -> None:
+        """A round keeps it from training from now on, if none does already."""
+        self.held_since = self.held_since or time.monotonic()
+
+    def let_go(self) -> None:
+        """Nothing keeps it from training any more."""
+        if self.held_since:
+            self.held += time.monotonic() - self.held_since
+            self.held_since = 0.0
 
     def spend(self, number: int, share: float, of: tuple[int, int, int] | None) -> None:
         """Take off what a commit has taken over, by order ``number``: a share of the counters, or of those of the

@@ -325,13 +325,15 @@ def show_local(state: Path, *, as_json: bool) -> int:
 
 
 def _local_lines(fields: dict[str, dict[str, Any] | None], now: float) -> Sequence[str]:
-    from .console import describe, describe_progress
+    from .console import describe, describe_progress, describe_use
 
     lines = []
     for kind, event in fields.items():
         if event is None:
             continue
         text = describe_progress(event) if kind == "progress" else describe(event)
+        if kind == "progress" and (use := describe_use(event)):
+            text = f"{text}; {use}"
         if kind == "digest":
             text = f"state digest {str(event.get('digest'))[:16]}… after round {event.get('round')}"
         lines.append(f"{max(0.0, now - float(event.get('t') or now)):6.0f} s ago  {text}")

@@ -167,6 +167,8 @@ class TrainerProcess(Island):
         self._to_host = False
         """Whether the next child is to leave encoding to the host: there is no room for it, or it keeps failing."""
         self._closing = False
+        self._since = 0.0
+        """``time.monotonic()`` when the first child was ready; 0 before."""
         self._end: asyncio.Future[AtollError] = asyncio.get_running_loop().create_future()
         """Why no child will be started any more."""
         self._supervision: asyncio.Task[None] | None = None
@@ -242,6 +244,9 @@ class TrainerProcess(Island):
     def progress(self) -> Progress:
         counters = self._counters()
         rate = self._batch * self._setup.model["context"] / counters.step_time if counters.step_time else 0.0
+        now = time.monotonic()
+        trained = counters.stepping + (now - counters.begun if counters.begun else 0.0)
+        held = counters.held + (now - counters.held_since if counters.held_since else 0.0)
         return Progress(
             steps=counters.steps,
             tokens=counters.tokens,
@@ -255,6 +260,9 @@ class TrainerProcess(Island):
                 "micro_batch": counters.micro_batch,
                 "skipped": counters.skipped,
                 "restarts": self.restarts,
+                "trained": trained,
+                "held": held,
+                "waited": max(now - self._since - trained - held, 0.0) if self._since else 0.0,
             },
         )
 
@@ -632,6 +640,7 @@ class TrainerProcess(Island):
     def _begin(self, ready: Ready, writer: asyncio.StreamWriter) -> None:
         """The child is ready: tell it the state, and let it train if it should."""
         self.device, self.threads = ready.device, ready.threads
+        self._since = self._since or time.monotonic()
         if ready.encodes and self.encoder is None:
             self.encoder = TrainerEncoder(self)
         elif not ready.encodes:
@@ -686,6 +695,7 @@ class TrainerProcess(Island):
             counters.steps, counters.tokens, counters.units = self._base.steps, self._base.tokens, self._base.units
             counters.spent = self._base.spent
         counters.epoch, counters.drawn, counters.begun = self._epoch, 0, 0.0
+        counters.let_go()
         self._memory.write(counters)
         self._settle()
         self._alone = True

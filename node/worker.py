@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -47,6 +48,9 @@ from .channel import (
     line,
     to_child,
 )
+
+if TYPE_CHECKING:
+    from .sharedmem import Counters
 
 SMOOTHING = 0.1
 """Weight of the newest step in the averages of step time and loss."""
@@ -166,6 +170,8 @@ class Worker:
         """Seconds for which it has stood still since the last move, or since a snapshot before which it had no
         limit."""
         self.outer_step = 0
+        self.resumed = False
+        """Whether it has been told to train in this life: what keeps it from that before is no round."""
         device = self.learner.device
         if device.type == "cpu":
             be_nice()
@@ -179,6 +185,7 @@ class Worker:
         """Train whenever allowed and leased; never returns while the parent lives."""
         while True:
             while not self.may_step():
+                self.rest()
                 self.handle(self.inbox.get())
             while not self.inbox.empty():
                 self.handle(self.inbox.get())
@@ -193,6 +200,22 @@ class Worker:
             self.still = self.still or time.monotonic()
             return False
         return True
+
+    def rest(self) -> None:
+        """Note why no step is to be made now: a round keeps it from training, or there is nothing to train on."""
+        counters = self.memory.read()
+        if self.resumed and (not self.training or (self.until is not None and counters.steps >= self.until)):
+            counters.hold()
+        else:
+            counters.let_go()
+        self.memory.write(counters)
+
+    def hold(self) -> Counters:
+        """The counters, with a round at work on the parameters from now on."""
+        counters = self.memory.read()
+        counters.hold()
+        self.memory.write(counters)
+        return counters
 
     def handle(self, message: ToChild) -> None:
         if isinstance(message, Grant):
@@ -223,7 +246,7 @@ class Worker:
             counters = self.memory.read()
             counters.spend(message.number, message.spent, message.of)
             self.memory.write(counters)
-            self.training = True
+            self.training = self.resumed = True
             self.go_on(message.until)
 
     def load(self, again: bool = False) -> None:
@@ -241,7 +264,7 @@ class Worker:
         self.until = until
 
     def freeze(self, message: Freeze) -> None:
-        counters, began = self.memory.read(), time.monotonic()
+        counters, began = self.hold(), time.monotonic()
         self.load()
         if message.ahead is None:
             self.training = False
@@ -275,7 +298,7 @@ class Worker:
         assert self.frozen is not None
         self.load()
         self.still = self.still or time.monotonic()
-        counters = self.memory.read()
+        counters = self.hold()
         counters.moved = message.number
         self.memory.write(counters)
         for start, stop, keep in message.runs:
@@ -294,6 +317,7 @@ class Worker:
 
         assert self.replica is not None
         self.still = self.still or time.monotonic()
+        self.hold()
         self.load()
         known = self.replica.commit(
             message.fragment, message.mine, message.others, torch.from_numpy(self.memory.array), source=message.source,
@@ -304,7 +328,7 @@ class Worker:
         moved = Moved(message.number, counters.steps, counters.tokens, counters.units, 0.0, known)
         counters.spend(message.number, message.spent if known else 1.0, message.of if known else None)
         self.memory.write(counters)
-        self.outer_step, self.training = message.outer_step, True
+        self.outer_step, self.training, self.resumed = message.outer_step, True, True
         self.go_on(message.until if known else None)
         _send(self.control, msgspec.structs.replace(moved, stopped=self.stopped))
 
@@ -361,12 +385,14 @@ class Worker:
         memory, counters = self.memory, self.memory.read()
         units = self.draw()
         counters.drawn += len(units)
+        counters.let_go()
         counters.begun = begun = time.monotonic()
         used = time.process_time()
         memory.write(counters)
         loss = self.learner.step(np.array(units, np.int64), self.outer_step, counters.steps)
         took = time.monotonic() - begun
         counters.rate = self.rate(self.learner.inner, self.learner.progress(self.outer_step, counters.steps))
+        counters.stepping += took
         counters.steps += 1
         counters.tokens += self.learner.tokens_per_step
         counters.units += len(units)

@@ -144,6 +144,17 @@ def half_written(folder: Path) -> list[str]:
 # ---------------------------------------------------------------------- a whole run
 
 
+def test_commits_tell_what_the_trainers_time_went_into(swarm: Swarm) -> None:
+    a = node(swarm, "a")
+    before = len(a.all("commit"))
+    a.wait("three more commits", lambda: len(a.all("commit")) >= before + 3, BACK)
+    first, last = a.all("commit")[before - 1], a.all("commit")[-1]
+    spent = {name: last[name] - first[name] for name in ("trained", "held", "waited")}
+    assert spent["trained"] > 0
+    assert spent["held"] > 0, "without overlap trainers stand still from the freeze on"
+    assert abs(sum(spent.values()) - (last["t"] - first["t"])) < 0.5, spent
+
+
 def test_four_rounds(tmp_path: Path) -> None:
     with place(tmp_path) as here:
         manifest = small_manifest(

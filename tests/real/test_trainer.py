@@ -234,6 +234,45 @@ def test_it_trains_on_from_a_snapshot_and_is_moved_without_a_pause(monkeypatch: 
     run(body, device="cpu", overlap=True)
 
 
+def test_it_tells_what_its_time_went_into() -> None:
+    async def spent(island: TrainerProcess, seconds: float) -> dict[str, float]:
+        """What is added to each account while nothing is changed for so long."""
+        before, now = island.progress().fields, time.monotonic()
+        await asyncio.sleep(seconds)
+        after, passed = island.progress().fields, time.monotonic() - now
+        added = {name: after[name] - before[name] for name in ("trained", "held", "waited")}
+        assert abs(sum(added.values()) - passed) < 0.1, "every moment is in one account"
+        return added
+
+    async def body(island: TrainerProcess, events: Events) -> None:
+        assert (await spent(island, 0.3))["waited"] > 0.2, "no round keeps it before the first"
+        island.lease([Span(0, 100_000)])
+        await island.resume(reload=True, spent=1, outer_step=0)
+        await until(lambda: island.progress().steps > 5)
+        assert (await spent(island, 0.5))["trained"] > 0.25
+        snapshot = await island.snapshot(2, [slice(0, len(island.local))])
+        await until(lambda: island.progress().steps == snapshot.steps + 2)
+        assert (await spent(island, 0.3))["held"] > 0.15, "it is as far ahead as it may be"
+        await island.freeze()
+        assert (await spent(island, 0.3))["held"] > 0.25, "nothing runs that could end"
+        # A child that dies takes nothing of it along, and the time without one is nobody's.
+        before = island.progress().fields
+        os.kill(island.pid or 0, signal.SIGKILL)
+        await until(lambda: island.failed is not None)
+        await until(lambda: island.failed is None)
+        after = island.progress().fields
+        assert after["trained"] == before["trained"]
+        assert after["held"] < before["held"] + 0.5
+        await island.resume(reload=True, spent=1, outer_step=1)
+        await until(lambda: island.progress().steps > 5)
+        island.revoke()
+        await until(lambda: island.progress().leased == 0)
+        assert (await spent(island, 0.3))["waited"] > 0.15, "there is nothing to train on"
+        assert island.progress().fields["trained"] > before["trained"]
+
+    run(body, device="cpu", overlap=True)
+
+
 def test_what_the_child_counts_meanwhile_is_never_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long this side takes from reading the counters to doing something with them: a generation of leases
     that the child was told of in the same breath stays known, or its samples would seem unused for ever."""

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from atoll.node.console import PROGRESS_EVERY, ConsoleEcho, describe, describe_progress
+from atoll.node.console import PROGRESS_EVERY, ConsoleEcho, describe, describe_progress, describe_use
 from atoll.node.options import LogStyle
 from atoll.node.status import Snapshot, render
 from atoll.protocol.address import RunAddress
@@ -29,6 +29,13 @@ def test_events_with_missing_fields_can_be_described(kind: str) -> None:
     text = describe({"event": kind})
     assert text is None or "\n" not in text
     assert describe_progress({"event": "progress", "loss": None})
+    assert describe_use({"event": "progress", "trained": None, "held": 1, "waited": 0}) == ""
+    assert describe_use({"event": "progress", "trained": 0.0, "held": 0.0, "waited": 0.0}) == ""
+
+
+def test_what_a_trainers_time_went_into() -> None:
+    text = describe_use({"event": "progress", "trained": 60.0, "held": 30.0, "waited": 10.0})
+    assert text == "of 100 s 60 % inner steps, 30 % kept by rounds, 10 % without samples"
 
 
 def test_a_lone_commit_is_said_to_be_one() -> None:
