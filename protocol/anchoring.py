@@ -22,6 +22,7 @@ from .identity import Signer
 from .lineage import keep_quietly
 from .manifest import Manifest
 from .messages import Head, better, decode, encode
+from .putoff import PutOff
 from .refusals import Events
 from .store import Store
 from .transport import PeerId, Stream, Transport
@@ -167,7 +168,6 @@ class Guide:
         self.anchors = Anchors(transport, signer, manifest, adopted=self._adopt, refused=refused)
         self._transport = transport
         self._store = store
-        self._silence = manifest.round.silence
         self._events = events
         self._others = others
         self._changed = changed
@@ -177,8 +177,8 @@ class Guide:
         self._told: tuple[bytes, bool] | None = None
         self._claims: dict[PeerId, Anchor] = {}
         """The anchor that a peer says is behind its head."""
-        self._doubts: dict[PeerId, tuple[float, float]] = {}
-        """Who said so and could not show it: for how long that was not believed, and until when."""
+        self._doubts = PutOff(transport.now, manifest.round.silence, 60 * manifest.round.silence)
+        """Who said so and could not show it: that is not believed for T, then for twice as long, at most for 60T."""
 
     # --- the anchor itself
 
@@ -251,17 +251,16 @@ class Guide:
     def forget(self, peer: PeerId) -> None:
         """A peer has been gone for long."""
         self._claims.pop(peer, None)
-        self._doubts.pop(peer, None)
+        self._doubts.discard(peer)
 
     def claims(self, peer: PeerId) -> bool:
         """Whether a peer says that the newest anchor is behind its head, and may be believed at present."""
-        said, doubt = self._claims.get(peer), self._doubts.get(peer)
-        return said is not None and said == self.newest and (doubt is None or doubt[1] <= self._transport.now())
+        said = self._claims.get(peer)
+        return said is not None and said == self.newest and peer not in self._doubts
 
     def doubt(self, peer: PeerId) -> None:
-        """It could not show what it claimed: that is not believed for T, then for twice as long, at most for 60T."""
-        pause = min(2 * self._doubts.get(peer, (self._silence / 2, 0.0))[0], 60 * self._silence)
-        self._doubts[peer] = (pause, self._transport.now() + pause)
+        """It could not show what it claimed."""
+        self._doubts.add(peer)
 
     def worth(self, peer: PeerId, head: Head, own: Head) -> bool:
         """Whether the head that a peer claims should be looked into, from this peer's own."""

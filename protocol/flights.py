@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from .control import Report
+from .control import Ballot, Report
+from .encoder import Encoded
 from .errors import RoundVoid
 from .island import Snapshot
 from .layout import ChunkLayout
@@ -102,6 +105,15 @@ class Entering:
     grounded: bool = False
 
 
+@dataclass(eq=False)
+class Limbo:
+    """A void roster of this base that may still turn out committed: then what was frozen for it has been averaged."""
+
+    round: Round
+    theta: NDArray[np.float32] | Encoded | None
+    brought: Brought
+
+
 class Answer(Enum):
     """What to make of a call."""
 
@@ -114,7 +126,8 @@ class Answer(Enum):
 
 
 class Flights:
-    """The rounds in flight of one peer, in the order in which they were sealed."""
+    """The rounds in flight of one peer, in the order in which they were sealed; and those that ended void, but may
+    still turn out committed."""
 
     def __init__(self, manifest: Manifest, layout: ChunkLayout) -> None:
         self._manifest = manifest
@@ -125,6 +138,7 @@ class Flights:
         self._behind: deque[Head] = deque(maxlen=self.width)
         """The last heads that this peer has had, the present one included: calls on them still count."""
         self.entering: Entering | None = None
+        self.limbo: list[Limbo] = []
         self._carried = (0, 0)
 
     def __iter__(self) -> Iterator[Flight]:
@@ -156,6 +170,10 @@ class Flights:
         """Bytes sent and received by all rounds so far."""
         counts = [self._carried, *(flight.round.carried for flight in self._all)]
         return sum(sent for sent, _ in counts), sum(received for _, received in counts)
+
+    def has(self, peer: PeerId) -> bool:
+        """Whether a round is in flight that this peer and that one are in."""
+        return any(peer in flight.round.peers for flight in self._all)
 
     def of(self, roster_id: bytes) -> Flight | None:
         """The flight of a roster."""
@@ -197,9 +215,13 @@ class Flights:
             flight.brought.lower(counted, share, of)
         if self.entering is not None:
             self.entering.brought.lower(counted, share, of)
+        for limbo in self.limbo:
+            limbo.brought.lower(counted, share, of)
 
     def ground(self) -> None:
-        """The local parameters begin anew: what was frozen is no longer in them."""
+        """The local parameters begin anew: what was frozen is no longer in them, and cannot leave them."""
+        for limbo in self.limbo:
+            limbo.theta = None
         for flight in self._all:
             flight.grounded = True
         if self.entering is not None:
@@ -238,6 +260,31 @@ class Flights:
         """Whether a commit, by its body, is one of a round that may be in flight beside that for the head's place:
         higher than the next one, and not so high that what lies between has to be caught up with."""
         return self.several and head.height + 1 < body.height <= head.height + self.width
+
+    # --- void, or not
+
+    def limbo_of(self, roster_id: bytes) -> Limbo | None:
+        """What is kept of a void roster."""
+        return next((limbo for limbo in self.limbo if limbo.round.roster_id == roster_id), None)
+
+    def seen(self) -> list[Ballot]:
+        """What was signed for void rosters, to be shown to others."""
+        return [ballot for limbo in self.limbo for ballot in limbo.round.ballots()][:8]
+
+    def recent(self, digest: bytes) -> bytes | None:
+        """An averaged chunk that is not in the log yet: of a round in progress, or of a void one."""
+        for current in [*(flight.round for flight in self._all), *(limbo.round for limbo in self.limbo)]:
+            if digest in current.held:
+                return current.held[digest]
+        return None
+
+    # --- the chain
+
+    def new_head(self, head: Head) -> None:
+        """The head has changed: void rosters of this base and before are over; what was for a later place may still
+        come."""
+        later = head.outer_step if self.several else float("inf")
+        self.limbo = [limbo for limbo in self.limbo if limbo.round.place >= later]
 
     # --- calls
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from .errors import Fault
+
 WINDOW = 60.0
 """Seconds over which events are counted."""
 OF_A_PEER, OF_ALL = 30, 300
@@ -65,3 +67,7 @@ class Refusals:
         if count.unlogged:
             fields["unlogged"], count.unlogged = count.unlogged, 0
         self._events(event, **fields)
+
+    def refuse(self, peer: str, reason: str, fault: Fault = Fault.HOSTILE) -> None:
+        """A peer has broken a rule, or is out of reach."""
+        self("refused", peer=peer, reason=reason, fault=fault.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 
 class Wakeup:
@@ -46,3 +47,34 @@ class Wakeup:
 def _expire(waiter: asyncio.Future[bool]) -> None:
     if not waiter.done():
         waiter.set_result(False)
+
+
+class Agenda:
+    """When a task looks again: what changes by news wakes it, what comes due by time alone is noted as it looks.
+
+    now: the clock.
+    """
+
+    __slots__ = ("_now", "look_at", "wake")
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self.wake = Wakeup()
+        self.look_at = float("-inf")
+        """When it looks again, unless woken earlier."""
+
+    def begin(self, seconds: float) -> None:
+        """It looks now, and in so many seconds at the latest."""
+        self.wake.clear()
+        self.look_at = self._now() + seconds
+
+    def reached(self, moment: float) -> bool:
+        """Whether that moment has come; if not, it looks again then."""
+        if self._now() >= moment:
+            return True
+        self.look_at = min(self.look_at, moment)
+        return False
+
+    async def wait(self) -> None:
+        """Until it is to look again."""
+        await self.wake.wait(max(self.look_at - self._now(), 0.001))

@@ -658,16 +658,16 @@ class HostileRound(Round):
 
 def overstate(peer: Peer, factor: int) -> Callable[[], None]:
     """It enters with so many times its weight. Returns what makes it honest again."""
-    enter = peer._enter
+    enter = peer._training.enter
 
     async def lying(call: Call) -> tuple[Member, Snapshot]:
         member, snapshot = await enter(call)
         return msgspec.structs.replace(member, weight=member.weight * factor), snapshot
 
     def stop() -> None:
-        peer._enter = enter  # type: ignore[method-assign]
+        peer._training.enter = enter  # type: ignore[method-assign]
 
-    peer._enter = lying  # type: ignore[method-assign]
+    peer._training.enter = lying  # type: ignore[method-assign]
     return stop
 
 
@@ -679,7 +679,7 @@ def seal_heavily(peer: Peer, factor: int, monkeypatch: pytest.MonkeyPatch) -> No
             own = msgspec.structs.replace(own, weight=own.weight * factor)
         return make_seal(calling, own, **rest)
 
-    monkeypatch.setattr("atoll.protocol.peer.make_seal", lying)
+    monkeypatch.setattr("atoll.protocol.coordinating.make_seal", lying)
 
 
 @dataclass

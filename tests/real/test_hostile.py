@@ -28,7 +28,6 @@ from atoll.protocol.messages import Commit, hash_of
 from atoll.protocol.messenger import PROTOCOL as CONTROL
 from atoll.protocol.quota import PLACES
 from atoll.protocol.records import RecordGate
-from atoll.protocol.refusals import Refusals
 from atoll.protocol.transport import Standing, Transport
 
 from ..hostile import (
@@ -125,10 +124,8 @@ class RealSwarm(Swarm):
         for name in self.lives:
             # Of the cases before. For strikes it would get no part for many commits; and on a fast machine the cases
             # of a minute are more than what is logged of one peer.
-            self.life(name).peer._strikes.clear()
-            refusals = self.life(name).peer._events
-            assert isinstance(refusals, Refusals)
-            refusals.forget()
+            self.life(name).peer._rounds._strikes.clear()
+            self.life(name).peer._events.forget()
         attack.rosters, attack.rounds, attack.case = [], [], case
         first = len(self.events)
         await self.until("a round with the hostile peer", lambda: attack.rosters)
@@ -153,7 +150,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[asyncio.Ru
 
     async def start() -> RealSwarm:
         swarm = RealSwarm(tmp_path_factory.mktemp("hostile"))
-        patch.setattr("atoll.protocol.peer.Round", swarm.attack.round)
+        patch.setattr("atoll.protocol.rounds.Round", swarm.attack.round)
         try:
             await swarm.open()
         except AtollError:

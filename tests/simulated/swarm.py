@@ -19,6 +19,7 @@ from atoll.protocol.lowrank import Factors, LowRankLayout
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.messages import GENESIS, NO_DIGEST, Body, Commit, Head, Member, better, hash_of
 from atoll.protocol.peer import Peer
+from atoll.protocol.round import Round
 from atoll.protocol.simloop import DEAD
 from atoll.protocol.simulation import SimHost, SimNetwork, SimTransport
 from atoll.protocol.state import GlobalState
@@ -123,6 +124,11 @@ class WatchedSigner(FastSigner):
         if message.startswith(VOTE):
             self._told(message[len(VOTE) :])
         return super().sign(message)
+
+
+def round_of(peer: Peer) -> Round | None:
+    """The first round that a peer has in flight."""
+    return next((flight.round for flight in peer._flights), None)
 
 
 @dataclass
@@ -238,13 +244,13 @@ class Swarm:
         life = Life(peer, island, self.hosts[name], handed=[0] * self.layout.fragments)
         self.lives[name].append(life)
         if island is not None and self.layout.fragments > 1:
-            forget = peer._accounts.clear
+            forget = peer._training.accounts.clear
 
             def clear(due: int) -> None:
                 life.handed = [island.count] * self.layout.fragments
                 forget(due)
 
-            enter = peer._enter
+            enter = peer._training.enter
 
             async def note(call: Call) -> tuple[Member, Snapshot]:
                 entered = await enter(call)
@@ -253,8 +259,8 @@ class Swarm:
                 life.frozen = theta, island.units(life.handed[call.fragment], count), count
                 return entered
 
-            peer._accounts.clear = clear  # type: ignore[method-assign]
-            peer._enter = note  # type: ignore[method-assign]
+            peer._training.accounts.clear = clear  # type: ignore[method-assign]
+            peer._training.enter = note  # type: ignore[method-assign]
         return life
 
     def crash(self, name: str, *, power_cut: bool = False) -> None:

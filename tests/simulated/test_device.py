@@ -184,7 +184,7 @@ class Mixed(Swarm):
 
     def _life(self, name: str, transport: Transport, trains: bool) -> Life:
         life = super()._life(name, transport, trains)
-        forget, island = life.peer._accounts.clear, life.island
+        forget, island = life.peer._training.accounts.clear, life.island
 
         def clear(due: int) -> None:
             forget(due)
@@ -193,7 +193,7 @@ class Mixed(Swarm):
                 life.handed = [island.died_at] * self.layout.fragments
                 island.died_at = None
 
-        life.peer._accounts.clear = clear  # type: ignore[method-assign]
+        life.peer._training.accounts.clear = clear  # type: ignore[method-assign]
         return life
 
     def _hand_over(self, name: str, fields: dict[str, Any]) -> None:

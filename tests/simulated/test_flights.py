@@ -407,11 +407,11 @@ def test_what_one_identity_makes_up_does_not_push_out_commits_that_are_ahead() -
         real = invent(victim, "p0", head.height + 2, 200)
         honest = invent(victim, "p2", head.height + 2, 201)
         for commit in (real, honest):
-            victim._offer_commit(liar, commit)
+            victim._incoming.offer(liar, commit)
         for salt in range(1, 9):
             for height in (2, 3, 4, 5, 40, 1000):
-                victim._offer_commit(liar, invent(victim, "p0", head.height + height, salt))
-        kept = [commit.body for _, commit in victim._commits if commit.body.parent != head.id]
+                victim._incoming.offer(liar, invent(victim, "p0", head.height + height, salt))
+        kept = [commit.body for _, commit in victim._incoming.commits if commit.body.parent != head.id]
         heights = sorted(body.height - head.height for body in kept if body.seal.coordinator == liar)
         seen.append((heights, real.body in kept, honest.body in kept))
 

@@ -31,7 +31,7 @@ from atoll.protocol.peer import Peer
 from atoll.protocol.round import Round
 from atoll.protocol.transport import PeerId
 
-from .swarm import Swarm, manifest
+from .swarm import Swarm, manifest, round_of
 
 HONEST = ["p0", "p1", "p2"]
 OTHERS = [PeerId(f"sim-{name}") for name in HONEST]
@@ -71,7 +71,7 @@ def invented_head(swarm: Swarm, peer: Peer) -> None:
 
 
 def endless_step(swarm: Swarm, peer: Peer) -> None:
-    peer._called = lambda *_: None  # type: ignore[method-assign]
+    peer._entering.called = lambda *_: None  # type: ignore[method-assign]
 
     def change(message: Control) -> list[Control]:
         slow = {"step_time": 1e300, "ready": False, "eta": 0.0, "leased": 1}
@@ -175,7 +175,7 @@ def _false_contributors(peer: Peer, current: Round) -> None:
 
 def forged_seal(swarm: Swarm, peer: Peer) -> None:
     """Called like everyone, it sends the others a seal under another's name."""
-    called = peer._called
+    called = peer._entering.called
 
     def forge(coordinator: PeerId, call: Any) -> None:
         me = Member(coordinator, bytes(16), 0, 0, 0, 0.0, 0.0, True)
@@ -186,7 +186,7 @@ def forged_seal(swarm: Swarm, peer: Peer) -> None:
             )
         called(coordinator, call)
 
-    peer._called = forge  # type: ignore[method-assign]
+    peer._entering.called = forge  # type: ignore[method-assign]
 
 
 ATTACKS: dict[str, Any] = {
@@ -239,7 +239,7 @@ def test_a_leader_that_cuts_the_fragment_into_ever_more_parts() -> None:
     async def main() -> None:
         sent = False
         while not all(swarm.life(name).done for name in ("p0", "p1")) and swarm.network.loop.time() < 200:
-            current = swarm.life("p1").peer._round
+            current = round_of(swarm.life("p1").peer)
             if current is not None and current.seal.parts:
                 most[0] = max(most[0], len(current._work))
                 leader = swarm.life(swarm.name_of(current.seal.coordinator)).peer

@@ -32,7 +32,7 @@ from ..hostile import (
     seal_heavily,
     verdict,
 )
-from .swarm import Swarm, manifest
+from .swarm import Swarm, manifest, round_of
 
 LIMIT = 120.0
 """Virtual seconds in which everything must have happened; without a hostile peer it takes 8."""
@@ -47,7 +47,7 @@ class Attacked(Swarm):
             self.add(name)
         self.ids = {name: str(host.peer_id) for name, host in self.hosts.items()}
         self.attack = Attack(self.ids[HOSTILE], tmp_path / "unpickled", began=self._began)
-        monkeypatch.setattr("atoll.protocol.peer.Round", self.attack.round)
+        monkeypatch.setattr("atoll.protocol.rounds.Round", self.attack.round)
 
     def _began(self, current: HostileRound) -> None:
         if current.case.act is constant:
@@ -270,7 +270,7 @@ def test_an_outsider_with_the_roster_of_a_round_in_progress() -> None:
 
     async def main() -> None:
         while not all(swarm.life(name).done for name in HONEST) and swarm.network.loop.time() < LIMIT:
-            current = swarm.life("p0").peer._round
+            current = round_of(swarm.life("p0").peer)
             if current is not None and current.seal.parts and not intruding:
                 part = current.seal.parts[0]
                 hello = Hello(current.seal, current.signature, part.first, part.count, part.first)

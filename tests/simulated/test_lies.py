@@ -20,7 +20,7 @@ from atoll.protocol.transfer import PROTOCOL as SYNC
 from atoll.protocol.transfer import Wait
 from atoll.protocol.transport import PeerId, Stream
 
-from .swarm import Swarm, manifest
+from .swarm import Swarm, manifest, round_of
 
 HONEST = ["p0", "p1", "p2"]
 OTHERS = [PeerId(f"sim-{name}") for name in HONEST]
@@ -44,7 +44,7 @@ async def claim_a_better_head(swarm: Swarm, peer: Peer) -> None:
 
 
 async def be_slow_beyond_reason(swarm: Swarm, peer: Peer) -> None:
-    peer._called = lambda *_: None  # type: ignore[method-assign]
+    peer._entering.called = lambda *_: None  # type: ignore[method-assign]
     for step_time in (float("inf"), 3600.0):
         for _ in range(20):
             peer.messenger.post_all(OTHERS, Report(peer.head, 0, 0, 100, False, 0.0, step_time, 0))
@@ -52,13 +52,13 @@ async def be_slow_beyond_reason(swarm: Swarm, peer: Peer) -> None:
 
 
 async def enter_with(swarm: Swarm, peer: Peer, **fields: Any) -> None:
-    enter = peer._enter
+    enter = peer._training.enter
 
     async def lying(call: Call) -> Any:
         member, snapshot = await enter(call)
         return msgspec.structs.replace(member, **fields), snapshot
 
-    peer._enter = lying  # type: ignore[method-assign]
+    peer._training.enter = lying  # type: ignore[method-assign]
 
 
 async def enter_with_endless_bandwidth(swarm: Swarm, peer: Peer) -> None:
@@ -95,7 +95,7 @@ def own_commit(peer: Peer, salt: int, *, state: bytes | None = None, junk: bytes
 
 async def commit_garbage(swarm: Swarm, peer: Peer) -> None:
     junk = b"no averaged chunk"
-    recent = peer._recent
+    recent = peer._flights.recent
     peer.donor._recent = lambda digest: junk if digest == hash_chunk(junk) else recent(digest)
     digest = await peer.replica.digest(peer.transport)
     peer.messenger.post_all(OTHERS, Committed(own_commit(peer, 1, state=digest, junk=junk)))
@@ -119,7 +119,7 @@ async def meddle_with_rounds(swarm: Swarm, peer: Peer) -> None:
         peer.messenger.post_all(OTHERS, Reassign(roster, 1, [*every, *every]))
         peer.messenger.post_all(OTHERS, Voided(b"\7" * 32, "nonsense"))
         peer.messenger.post_all(OTHERS, Release(bytes(16)))
-        current = peer._round
+        current = round_of(peer)
         for limbo in current.proposals.values() if current is not None else []:
             chunks = [ChunkEntry(entry.hash, bytes(1)) for entry in limbo.body.chunks]
             forged = msgspec.structs.replace(limbo.body, chunks=chunks)
@@ -135,8 +135,8 @@ async def enter_leases_with_weight(swarm: Swarm, peer: Peer) -> None:
 
 
 async def say_that_there_are_no_samples(swarm: Swarm, peer: Peer) -> None:
-    report = peer._own_report
-    peer._own_report = lambda: msgspec.structs.replace(  # type: ignore[method-assign]
+    report = peer._reports.own
+    peer._reports.own = lambda: msgspec.structs.replace(  # type: ignore[method-assign]
         report(), leased=0, tokens=0, steps=0, ready=False, eta=0.0
     )
 
@@ -145,7 +145,7 @@ async def flood_with_bodies(swarm: Swarm, peer: Peer) -> None:
     """Eight bodies that are sound in themselves, right after every seal."""
 
     def hook(name: str, event: str, fields: dict[str, Any]) -> None:
-        current = peer._round
+        current = round_of(peer)
         if name != "p3" or event != "seal" or current is None or not current.seal.parts:
             return
         entries = [ChunkEntry(bytes([number]) * 32, bytes(1)) for number in range(8)]
@@ -166,8 +166,8 @@ async def flood_with_bodies(swarm: Swarm, peer: Peer) -> None:
 async def claim_heads_and_let_wait(swarm: Swarm, peer: Peer) -> None:
     """Claims the best head, and answers every question about it with "wait"."""
     claimed = Head(b"\1" * 32, 99, 2**62, 99, 99)
-    report = peer._own_report
-    peer._own_report = lambda: msgspec.structs.replace(report(), head=claimed)  # type: ignore[method-assign]
+    report = peer._reports.own
+    peer._reports.own = lambda: msgspec.structs.replace(report(), head=claimed)  # type: ignore[method-assign]
 
     async def wait_for_ever(stream: Stream) -> None:
         while True:
@@ -192,8 +192,8 @@ async def claim_heads_in_all_it_says_and_take_no_part(swarm: Swarm, peer: Peer) 
 
 async def take_no_part(swarm: Swarm, peer: Peer) -> None:
     """It lives, reports that it is ready, and neither calls nor answers a call."""
-    peer._due = lambda: None  # type: ignore[method-assign]
-    peer._called = lambda *_: None  # type: ignore[method-assign]
+    peer._timing.due = lambda: None  # type: ignore[method-assign]
+    peer._entering.called = lambda *_: None  # type: ignore[method-assign]
 
 
 LIES = [

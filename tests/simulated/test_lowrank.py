@@ -184,7 +184,7 @@ def test_a_seal_with_another_rank_than_the_one_in_force_is_refused(monkeypatch: 
             named["rank"] = max(named["rank"] - 1, 1)
         return honest(*args, **named)
 
-    monkeypatch.setattr("atoll.protocol.peer.make_seal", lie)
+    monkeypatch.setattr("atoll.protocol.coordinating.make_seal", lie)
     swarm.ignored.add("p0")
     run(swarm, names=["p1", "p2"], limit=900)
     blamed = [fields for _, name, fields in swarm.named("refused") if name != "p0"]

@@ -36,7 +36,7 @@ class Links(Swarm):
         async def main() -> None:
             await asyncio.sleep(0.001)
             if self.claims:
-                self.life("p0").peer.rates = Liar(self.claims)
+                self.life("p0").peer._core.rates = Liar(self.claims)
             while not all(lives[-1].done for lives in self.lives.values()) and self.network.loop.time() < limit:
                 await asyncio.sleep(0.5)
 

@@ -93,7 +93,7 @@ def test_nobody_waits_for_a_dead_coordinator(rule: dict[str, object], fault: str
         head = swarm.life(name).peer.head
         if event != "digest" or head.outer_step not in (3, 6, 9) or len(struck) >= head.outer_step // 3:
             return
-        first = swarm.name_of(swarm.life(name).peer._ordered()[0])
+        first = swarm.name_of(swarm.life(name).peer._succession.ordered()[0])
         struck.append(first)
         if fault == "crash":
             loop.kernel_at(loop.time() + 1.0, swarm.crash, first)
@@ -132,9 +132,9 @@ def test_a_liar_makes_no_more_rounds_than_the_cap_allows(by: str) -> None:
     def lie(name: str, event: str, fields: dict[str, object]) -> None:
         peer = swarm.life("p1").peer if swarm.lives["p1"] else None
         if peer is not None and not getattr(peer, "lies", False):
-            honest = peer._own_report
+            honest = peer._reports.own
             peer.lies = True  # type: ignore[attr-defined]
-            peer._own_report = lambda: msgspec.structs.replace(honest(), tokens=10**9)  # type: ignore[method-assign]
+            peer._reports.own = lambda: msgspec.structs.replace(honest(), tokens=10**9)  # type: ignore[method-assign]
 
     swarm.hooks.append(lie)
     run(swarm)

@@ -354,7 +354,7 @@ def test_who_stands_first_and_does_not_call_is_passed_over() -> None:
     async def main() -> None:
         while len(swarm.commits) < 2:
             await asyncio.sleep(0.1)
-        swarm.life("p0").peer._due = lambda: None  # type: ignore[method-assign]
+        swarm.life("p0").peer._timing.due = lambda: None  # type: ignore[method-assign]
         while not all(swarm.life(f"p{i}").done for i in range(3)) and swarm.network.loop.time() < 200:
             await asyncio.sleep(0.5)
 
@@ -452,7 +452,7 @@ def test_who_pings_an_old_roster_gets_the_commit_only_as_a_member_and_not_at_eve
             post(to, message)
 
         peer.messenger.post = count  # type: ignore[method-assign]
-        roster = list(peer._ended)[-1]
+        roster = list(peer._ends)[-1]
         for _ in range(20):
             peer._receive(outsider.peer_id, Ping(roster))
             peer._receive(swarm.hosts["p1"].peer_id, Ping(roster))
@@ -477,7 +477,7 @@ def test_nothing_is_kept_of_peers_for_whom_there_is_no_room(monkeypatch: pytest.
     swarm.network.run(main())
     for name in swarm.hosts:
         peer = swarm.life(name).peer
-        for table in (peer._heads, peer._ahead, peer._reports):
+        for table in (peer._heads.claimed, peer._heads.ahead, peer._reports.heard):
             assert set(table) <= set(peer.directory.known)
         assert len(peer.directory.known) == 2
         assert len(peer.messenger._last_heard) <= 3
@@ -496,8 +496,11 @@ def test_peers_that_all_think_that_they_lead_come_to_an_agreement() -> None:
     def disagree(name: str, event: str, fields: dict[str, Any]) -> None:
         if event == "digest" and fields["outer_step"] > 1:
             peer = swarm.life(name).peer
-            peer._reluctant = dict.fromkeys(peer.directory.known, (1e6, 1e9))
-            peer._voids = {other: rng.randint(0, 2) for other in [*peer.directory.known, peer.transport.peer_id]}
+            for other in peer.directory.known:
+                peer._succession.reluctant.add(other)
+            peer._succession.voids = {
+                other: rng.randint(0, 2) for other in [*peer.directory.known, peer.transport.peer_id]
+            }
 
     swarm.hooks.append(disagree)
 

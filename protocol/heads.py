@@ -1,0 +1,110 @@
+"""Which heads others have, and which of them are worth going after."""
+
+from __future__ import annotations
+
+import asyncio
+
+from .core import Core
+from .fetch import Plan
+from .messages import GENESIS, Head, better
+from .putoff import PutOff
+from .records import Record
+from .transport import PeerId
+
+
+class Heads:
+    """What others say that their heads are, and what this peer makes of it."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._transport = core.transport
+        self._store = core.store
+        self._guide = core.guide
+        self._flights = core.flights
+        self._silence = core.silence
+        self._wake = core.agenda.wake
+        self._reached = core.agenda.reached
+        self.claimed: dict[PeerId, Head] = {}
+        """What each peer last said."""
+        self.ahead: dict[PeerId, Head] = {}
+        """Those of them that are worth a look: better than the own head, or with the organiser's anchor behind them."""
+        self.doubts = PutOff(core.transport.now, core.silence, 60 * core.silence)
+        """Who claimed a head that could not be had."""
+        self.owed = GENESIS
+        """The best head that this peer ever had; below it, it takes part in nothing."""
+        self.better_since: float | None = None
+        """When a better head than the own was first known."""
+        self.looking: asyncio.Task[None] | None = None
+        """What looks into them."""
+        self.plan: Plan | None = None
+        """A verified way to a better head."""
+
+    def look_again(self) -> None:
+        """The own head or the organiser's anchor is another: which of the others' heads are worth a look?"""
+        if self._core.replica is None:
+            return
+        self.ahead = {
+            peer: head for peer, head in self.claimed.items()
+            if self._guide.worth(peer, head, self._core.head) and peer not in self.doubts
+        }  # fmt: skip
+        self._guide.say(self._core.head)
+        self._wake.set()
+
+    def is_here(self, peer: PeerId) -> bool:
+        """Whether a peer was last heard to be at this head, or about to be."""
+        head = self.claimed.get(peer)
+        return head is not None and self._flights.knows(head, self._core.head)
+
+    def told(self, peer: PeerId, record: Record) -> None:
+        """A record names a head; records are old news, so what the peer said itself since then stands. What it says of
+        the anchor nothing else says."""
+        self._guide.told(peer, record.anchor, record.anchored)
+        known = self.claimed.get(peer)
+        if known is None or better(record.head, known):
+            known = record.head
+        elif not record.anchored:
+            return
+        self.learn(peer, known)
+
+    def learn(self, peer: PeerId, head: Head) -> None:
+        """A peer says what its head is."""
+        if self.claimed.get(peer) == self._core.head != head:
+            self._wake.set()  # it may have stood before this peer
+        self.claimed[peer] = head
+        if peer in self.doubts:
+            return
+        if self._guide.worth(peer, head, self._core.head):
+            self.ahead[peer] = head
+            self._wake.set()
+        else:
+            self.ahead.pop(peer, None)
+
+    def must_catch_up(self) -> bool:
+        """Whether a better head has been known for so long that its commit will not come by itself any more."""
+        if not self.ahead:
+            self.better_since = None
+            return False
+        now = self._transport.now()
+        self.better_since = self.better_since or now
+        # The next commit may be one that a round in flight here is about to bring.
+        coming = self._flights.at(self._core.head.outer_step) is not None
+        return self._reached(self.better_since + (2 * self._silence if coming else self._silence / 5))
+
+    def disbelieve(self, peer: PeerId) -> None:
+        """What that peer said is not what it gives; it is asked again after a while, each time a longer one."""
+        self.claimed.pop(peer, None)
+        self.ahead.pop(peer, None)
+        self.doubts.add(peer)
+
+    def owes(self) -> bool:
+        """Whether this peer has had a better head than its own is now."""
+        return self._store.prefers(self.owed, self._core.head)
+
+    def new_head(self) -> None:
+        """The own head is another."""
+        self.better_since = None
+
+    def forget(self, peer: PeerId) -> None:
+        for table in (self.claimed, self.ahead):
+            table.pop(peer, None)
+        self.doubts.discard(peer)

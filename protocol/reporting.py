@@ -1,0 +1,76 @@
+"""Reporting: telling those who may lead how far this peer is."""
+
+from __future__ import annotations
+
+from .control import Report
+from .core import Core
+from .messages import Head
+from .reports import Reports
+from .succession import Succession
+from .timing import Timing
+from .wakeup import Wakeup
+
+REPORT_EVERY = 2.0
+"""Seconds between two reports to the first candidates."""
+
+
+class Reporting:
+    """Sends this peer's reports."""
+
+    def __init__(self, core: Core, reports: Reports, succession: Succession, timing: Timing) -> None:
+        self._core = core
+        self._reports = reports
+        self._succession = succession
+        self._timing = timing
+        self._transport = core.transport
+        self._me = core.me
+        self._manifest = core.manifest
+        self._island = core.island
+        self._messenger = core.messenger
+        self._flights = core.flights
+        self._silence = core.silence
+        self.soon = Wakeup()
+        """To be set when something has changed that others should know."""
+
+    async def run(self) -> None:
+        """Tell the first candidate how far this peer is, every two seconds and whenever it matters; the next two, who
+        only have to know who lives when the first dies, every second time."""
+        if self._island is None:
+            return
+        told: tuple[Head, bool, int | None] | None = None
+        told_at, beat = float("-inf"), 0
+        every = min(REPORT_EVERY, self._silence / 2.5)
+        while True:
+            self.soon.clear()
+            report = self._reports.own()
+            now = self._transport.now()
+            self._succession.ready_since = (self._succession.ready_since or now) if report.ready else None
+            self._timing.note_readiness(report)
+            self._say_whether_it_trains(report)
+            saying = report.head, report.ready, self._flights.next(self._core.head)
+            news = saying != told
+            if news or now >= told_at + every:
+                ordered = self._succession.ordered()
+                beat = 0 if news else beat + 1
+                # Whoever has waited long tells everyone: views of the order may differ.
+                patient = self._core.finished or self._succession.waited_long()
+                count = len(ordered) if patient else 1 if beat % 2 else 3
+                others = [peer for peer in ordered[: count + 1] if peer != self._me]
+                self._messenger.post_all(others[:count], report)
+                told, told_at = saying, now
+            # Wake when the next report is due, or when this peer will be ready, whichever is first.
+            pause = max(told_at + every - self._transport.now(), 0.01)
+            if not report.ready and report.leased:
+                pause = min(pause, max(report.eta, self._silence / 50))
+            await self.soon.wait(pause)
+
+    def _say_whether_it_trains(self, report: Report) -> None:
+        """Without samples a peer stands still until a commit brings some; it must not look as if it trained."""
+        if self._core.state not in ("training", "waiting") or (self._flights and not self._flights.several):
+            return
+        if report.leased:
+            self._core.set_state("training")
+        elif self._transport.now() - self._core.base_since > self._silence:
+            live, quorum = len(self._reports.live()), self._manifest.round.quorum
+            missing = f"{live} of {quorum} peers that a round needs are here" if live < quorum else "for a round"
+            self._core.set_state("waiting", missing)
