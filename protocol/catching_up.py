@@ -18,6 +18,7 @@ from .keeping import Keeping
 from .messages import Commit, Head, better, hash_of
 from .restoring import Restoring
 from .rounds import Rounds
+from .saving import Saving
 from .timing import Timing
 from .training import Training
 from .transport import PeerId
@@ -41,6 +42,7 @@ class CatchingUp:
         keeping: Keeping,
         incoming: Incoming,
         restoring: Restoring,
+        saving: Saving,
         applying: Applying,
         ends: Ends,
         rounds: Rounds,
@@ -54,6 +56,7 @@ class CatchingUp:
         self._keeping = keeping
         self._incoming = incoming
         self._restoring = restoring
+        self._saving = saving
         self._applying = applying
         self._ends = ends
         self._rounds = rounds
@@ -120,7 +123,7 @@ class CatchingUp:
         if plan.base != self._core.head or plan.checkpoint is not None:
             await self._rounds.ground("a better head than its base is known")
         self._core.set_state("joining")
-        await self._applying.checkpointed()
+        await self._saving.done()
         try:
             await self._fetcher.carry_out(plan, self._store, self._log)
         except (TransportError, ResourceError, StateError, NonFinite) as error:

@@ -44,6 +44,7 @@ from .engagement import Engagement
 from .entering import EnteringCalls
 from .fetch import Fetcher
 from .flights import Flights
+from .handing_over import HandingOver
 from .heads import Heads
 from .identity import Signer
 from .incoming import Incoming
@@ -62,6 +63,7 @@ from .reporting import Reporting
 from .reports import Reports
 from .restoring import Restoring
 from .rounds import Rounds
+from .saving import Saving
 from .store import Store
 from .succession import Succession
 from .tasks import Tasks
@@ -177,8 +179,10 @@ class Peer:
         self._incoming = incoming = Incoming(core, heads, engagement)
         self._restoring = restoring = Restoring(core, heads, theta0)
         self._ends = ends = Ends(core)
+        handing = HandingOver(core, training)
+        self._saving = saving = Saving(core, handing, in_use=self.donor.in_use)
         self._applying = applying = Applying(
-            core, training, keeping, succession, timing, incoming, restoring, ends, in_use=self.donor.in_use,
+            core, training, handing, saving, keeping, succession, timing, incoming, restoring, ends,
             arrived=self._new_head,
         )  # fmt: skip
         self._rounds = rounds = Rounds(
@@ -190,8 +194,9 @@ class Peer:
         )  # fmt: skip
         self._entering = EnteringCalls(core, heads, succession, timing, training, engagement, rounds)
         self._catching_up = CatchingUp(
-            core, heads, timing, training, keeping, incoming, restoring, applying, ends, rounds, arrived=self._new_head
-        )
+            core, heads, timing, training, keeping, incoming, restoring, saving, applying, ends, rounds,
+            arrived=self._new_head,
+        )  # fmt: skip
 
     # --- what others may know ------------------------------------------------------------------------------------
 
@@ -279,10 +284,10 @@ class Peer:
     async def _leave(self) -> None:
         self._core.set_state("leaving")
         await self._tasks.end()  # a round that is cut off leaves its last streams to be seen off
-        await self._applying.finish()
+        await self._saving.leave()
         await self.messenger.close()
         if self.replica is not None and self._training.lossy and self._tasks.failure is None:
-            await self._applying.save_residual()
+            await self._saving.save_residual()
 
     async def _main(self) -> None:
         core, heads = self._core, self._heads

@@ -18,6 +18,7 @@ from .ends import Ends
 from .engagement import Engagement
 from .errors import Fault, PeerMisbehaved, PeerSlow, RoundVoid
 from .flights import Flight, Limbo
+from .handing_over import Stake
 from .heads import Heads
 from .incoming import Incoming
 from .island import Snapshot
@@ -261,11 +262,10 @@ class Rounds:
                     # What was rounded off of it has been sent, and what it was is gone.
                     for stretch in self._layout.fragment(current.seal.fragment).stretches():
                         self._core.replica.residual[stretch] = 0
-                await self._applying.apply(
-                    hash_of(commit.body), commit, current.averaged(commit) if chunks is None else chunks,
-                    me=current.me, frozen=None if flight.grounded else frozen, held=flight.brought,
-                    seconds=self._transport.now() - flight.started,
-                )  # fmt: skip
+                averaged = current.averaged(commit) if chunks is None else chunks
+                stake = Stake(current.me, None if flight.grounded else frozen, flight.brought)
+                seconds = self._transport.now() - flight.started
+                await self._applying.apply(hash_of(commit.body), commit, averaged, stake, seconds)
         finally:
             self._flights.remove(flight)
             if (entering := self._flights.entering) is not None:

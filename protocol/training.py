@@ -99,8 +99,7 @@ class Training:
         rules, weight = self._manifest.round, 0
         self.encoded = None
         if call.leases:
-            progress = self._island.progress()
-            snapshot = Snapshot(progress.steps, progress.tokens, progress.units, progress.leased)
+            snapshot = self.counted()
         else:
             snapshot = await self._set_out(call)
             self.note_life()
@@ -124,6 +123,12 @@ class Training:
             download=self._core.rates.download, reachable=self._core.reachable,
         )  # fmt: skip
         return member, snapshot
+
+    def counted(self) -> Snapshot:
+        """The island's counters as they are now."""
+        assert self._island is not None
+        now = self._island.progress()
+        return Snapshot(now.steps, now.tokens, now.units, now.leased)
 
     def _stated(self, snapshot: Snapshot, fragment: int) -> tuple[int, int]:
         """Tokens and steps that this peer states of what it has frozen of a fragment."""
