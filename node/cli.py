@@ -460,7 +460,10 @@ def compare(
         int | None,
         typer.Option("--tokens", min=1, help="Tokens a run. [default: as the manifests say]", show_default=False),
     ] = None,
-    peers: Annotated[int, typer.Option("--peers", "-n", min=1, max=64, help="Simulated peers.")] = 4,
+    peers: Annotated[int, typer.Option("--peers", "-n", min=1, max=64, help="Peers of a run.")] = 4,
+    real: Annotated[
+        bool, typer.Option("--real", help="Run real nodes on this machine, over loopback, instead of simulated peers.")
+    ] = False,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="DIR", help="Where runs, table and plot go; the same folder resumes.")
     ] = Path("runs/compare"),
@@ -490,7 +493,7 @@ def compare(
             "--step-time",
             min=1e-6,
             metavar="SECONDS",
-            help="Of one inner step, for the simulated wall time. [default: as measured here]",
+            help="Of one inner step, for the simulated wall time, and for rounds by time. [default: as measured here]",
             show_default=False,
         ),
     ] = None,
@@ -516,8 +519,9 @@ def compare(
 ) -> int:
     """Train manifests side by side with simulated peers, and say what can be concluded.
 
-    Each run is one process; there is no network. Rows are compared seed by seed: mean difference, its 95 % interval,
-    and a verdict against a margin. What has finished is kept: the same command goes on where it was interrupted.
+    Each run is one process without a network, or with --real a swarm of nodes on this machine. Rows are compared seed
+    by seed: mean difference, its 95 % interval, and a verdict against a margin. What has finished is kept: the same
+    command goes on where it was interrupted.
 
     Examples:
 
@@ -536,6 +540,7 @@ def compare(
         tokens=tokens,
         peers=peers,
         out=out,
+        real=real,
         baseline=baseline,
         margin=margin,
         aa=aa,

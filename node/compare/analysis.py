@@ -154,16 +154,20 @@ def _wants_more(row: Row, lines: Mapping[str, Line], seeds: Mapping[str, int], t
 
 
 def step_seconds(lines: Sequence[Line], given: float | None) -> dict[str, float]:
-    """Seconds of one tick, by row: ``given``, or the median CPU time of an inner step in all runs of that model and
-    inner optimizer. (In data-parallel training every machine takes its own part of the batch.)"""
+    """Seconds of one tick, by row: what its scenario says, ``given``, or the median CPU time of an inner step in all
+    runs of that model and inner optimizer. (In data-parallel training every machine takes its own part of the batch.)
+    Of real rows the time that inner steps took."""
     samples: dict[str, list[float]] = {}
     for line in lines:
-        if line.row.scenario.method != "data-parallel":
+        if line.row.scenario.method != "data-parallel" and not line.row.scenario.real:
             samples.setdefault(_kind(line), []).extend(r["step_seconds"] for r in _whole(line))
     found = {}
     for line in lines:
-        if given is not None:
-            found[line.row.name] = given
+        said = line.row.scenario.step_time or given
+        if line.row.scenario.real and _whole(line):
+            found[line.row.name] = statistics.median(r["step_seconds"] for r in _whole(line))
+        elif said is not None:
+            found[line.row.name] = said
         elif samples.get(_kind(line)):
             found[line.row.name] = statistics.median(samples[_kind(line)])
         elif whole := _whole(line):
@@ -173,14 +177,17 @@ def step_seconds(lines: Sequence[Line], given: float | None) -> dict[str, float]
 
 
 def curve(line: Line, seconds: float | None, link: Link) -> dict[str, list[float]]:
-    """Means over the seeds of ``loss``, ``tokens``, ``bytes`` and ``seconds`` on the link, point by point."""
+    """Means over the seeds of ``loss``, ``tokens``, ``bytes`` and ``seconds`` (of real runs as measured, else on the
+    link), point by point."""
     trips = STEP_TRIPS if line.row.scenario.method == "data-parallel" else ROUND_TRIPS
     found: dict[str, list[list[float]]] = {"loss": [], "tokens": [], "bytes": [], "seconds": []}
     for result in _whole(line):
         points = result["curve"]
         for key in ("loss", "tokens", "bytes"):
             found[key].append([point[key] for point in points])
-        if seconds is not None:
+        if line.row.scenario.real:
+            found["seconds"].append([point["seconds"] for point in points])
+        elif seconds is not None:
             ticks = [point["tick"] for point in points]
             found["seconds"].append(wall_times(ticks, unpack_transfers(result["transfers"]), seconds, link, trips))
     return {key: [statistics.fmean(values) for values in zip(*lists, strict=False)] for key, lists in found.items()}

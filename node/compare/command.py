@@ -42,6 +42,8 @@ class CompareOptions:
     tokens: int | None = None
     peers: int = 4
     out: Path = Path("runs/compare")
+    real: bool = False
+    """Whether real nodes run what rows do not say otherwise."""
     baseline: bool = False
     rates: tuple[float, ...] = (0.5, 1.0, 2.0)
     """Factors on the learning rates that the baseline's sweep tries."""
@@ -83,7 +85,7 @@ def run_compare(options: CompareOptions) -> int:
         print(json.dumps(report, allow_nan=False), flush=True)
     else:
         console.print(reports.render(report, console.width))
-        console.print(reports.NOTES.format(link=report["link"]), highlight=False)
+        console.print(reports.notes(report), highlight=False)
     console.print(f"table, figures and plot: {options.out}/compare.md, .json, .png", highlight=False, soft_wrap=True)
     if missing:
         console.print(f"{len(missing)} runs are missing; the same command goes on", highlight=False)
@@ -94,7 +96,8 @@ def _run_all(rows: list[Row], terms: Terms, results: Results, options: CompareOp
     """Run until nothing is missing; False when interrupted."""
     find = _finder(results, options)
     deadline = time.monotonic() + 60 * options.minutes if options.minutes is not None else math.inf
-    parallel = options.jobs or len(os.sched_getaffinity(0))
+    # Real nodes are many processes that share the cores already.
+    parallel = options.jobs or (1 if any(row.scenario.real for row in rows) else len(os.sched_getaffinity(0)))
     with Interrupts() as interrupts, Family() as family:
         runner = Runner(results, options.out, parallel, console, interrupts, family, deadline)
         while jobs := survey(rows, terms, find)[1]:
@@ -111,7 +114,7 @@ def _finder(results: Results, options: CompareOptions) -> Any:
     by_subject = {record["subject"]: record for record in results.found.values()} if options.any_code else {}
 
     def find(job: Job) -> Mapping[str, Any] | None:
-        return results.get(job.key(code_version())) or by_subject.get(job.key(""))
+        return results.get(job.key(code_version(job.row.scenario.real))) or by_subject.get(job.key(""))
 
     return find
 
@@ -133,7 +136,11 @@ def read(options: CompareOptions) -> Study:
     """The rows that the command line asks for. Raises :class:`UsageError`, or :class:`ConfigError`."""
     if not options.manifests and options.study is None:
         raise UsageError("give one or more manifests, or --study FILE with the rows to compare")
-    scenario = {"peers": options.peers}
+    scenario: dict[str, Any] = {"peers": options.peers}
+    if options.step_time is not None:
+        scenario["step_time"] = options.step_time
+    if options.real:
+        scenario["real"] = True
     manifests = [(path, Manifest.load(path)) for path in options.manifests]
     if options.study is not None:
         if len(manifests) > 1:

@@ -68,6 +68,8 @@ def build(lines: Sequence[Line], link: Link, given_step: float | None) -> dict[s
                 "curve": means,
                 "cpu_seconds": line.mean("cpu_seconds"),
             }
+            if row.scenario.real:
+                entry["utilisation"] = [result["utilisation"] for result in whole]
         rows.append(entry)
     return {"link": str(link), "rows": rows}
 
@@ -99,12 +101,22 @@ def cells(entry: Mapping[str, Any]) -> list[str]:
     ]
 
 
-NOTES = (
+_NOTES = (
     "Loss: nats per byte of the global parameters on the whole held-out text, after the rounds in flight were flushed; "
     "the mean over seeds. Difference: to the row named, seed by seed, with the half-width of the 95 % interval of "
     "its mean (Student's t), from two seeds on. Met: the whole interval lies below the margin. Sent: contributions and "
     "averages of all peers (data-parallel: float32 all-reduces). Wall time: simulated on {link}."
 )
+_REAL = (
+    " Run by real nodes: {rows}; there the loss is that of the last outer step, sent is all that nodes sent one "
+    "another, and wall time what it took here, on loopback, from the first commit on."
+)
+
+
+def notes(report: Mapping[str, Any]) -> str:
+    """What the columns mean."""
+    real = [entry["name"] for entry in report["rows"] if entry["scenario"]["real"]]
+    return _NOTES.format(link=report["link"]) + (_REAL.format(rows=", ".join(real)) if real else "")
 
 
 NARROW = ("row", "seeds", "loss", "difference", "verdict", "wall time")
@@ -134,7 +146,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         for entry in report["rows"]
         if (tried := entry["tried"])
     ]
-    text = "\n".join([*lines, "", NOTES.format(link=report["link"]), ""])
+    text = "\n".join([*lines, "", notes(report), ""])
     return text + ("\nSweeps, on a seed of their own:\n\n" + "\n".join(sweeps) + "\n" if sweeps else "")
 
 

@@ -36,14 +36,18 @@ SOURCES = (
 """What a result depends on besides its manifest and scenario. (numba's kernels give numpy's bits, or are not used.)"""
 
 
+REAL_SOURCES = ("node/*.py", "node/data/*.py", "bootstrap/*.py", "protocol/*.py", "protocol/codecs/*.py")
+"""The same of a run with real nodes."""
+
+
 @cache
-def code_version() -> str:
+def code_version(real: bool = False) -> str:
     """A hash of the sources that results depend on, and of the libraries' versions."""
     import importlib.metadata
 
     root = Path(atoll.__file__).parent
     total = blake3(f"torch {importlib.metadata.version('torch')} numpy {np.__version__}\n".encode())
-    for pattern in SOURCES:
+    for pattern in REAL_SOURCES if real else SOURCES:
         for path in sorted(root.glob(pattern)):
             total.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return total.hexdigest()[:16]

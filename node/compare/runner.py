@@ -87,7 +87,7 @@ class Runner:
         return True
 
     def _start(self, job: Job) -> _Running:
-        name = job.key(code_version())
+        name = job.key(code_version(job.row.scenario.real))
         folder = self.folder / "work" / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -120,7 +120,7 @@ class Runner:
         return True
 
     def _keep(self, run: _Running) -> None:
-        job, code = run.job, code_version()
+        job, code = run.job, code_version(run.job.row.scenario.real)
         said = run.result or {}
         described = job.describe()
         self.results.add(

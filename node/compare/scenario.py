@@ -30,9 +30,24 @@ Speeds = Annotated[tuple[Annotated[float, Field(gt=0, le=64)], ...], BeforeValid
 Deaths = Annotated[tuple[Death, ...], BeforeValidator(_tuples)]
 
 
+_NOT_REAL = {
+    "method": "it is one process, and simulated",
+    "speeds": "the nodes of one machine are equally fast",
+    "idle": "real nodes train on until they are called",
+    "lost": "nothing gets lost on loopback",
+    "void": "rounds come to nothing when something fails",
+    "left_out": "the protocol keeps what is left out",
+    "deaths": "nobody ends the processes",
+    "fragments": "set manifest.round.fragments",
+    "rank": 'set manifest.codec.name to "lowrank" and manifest.codec.rank',
+    "data_seed": "the order of the text follows from manifest.model.seed",
+}
+"""What real nodes cannot be told, and why."""
+
+
 class Scenario(BaseModel):
-    """The circumstances of one simulated run. Time is counted in *ticks*: a peer of speed 1 takes one inner step in
-    each, one of speed v takes v."""
+    """The circumstances of one run. In simulated ones time is counted in *ticks*: a peer of speed 1 takes one inner
+    step in each, one of speed v takes v."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
@@ -63,6 +78,12 @@ class Scenario(BaseModel):
     """Factor on the inner learning rates."""
     data_seed: int = Field(default=0, ge=0, le=2**31)
     """Added to the seed that orders the training text, and not to that of the initial parameters."""
+    step_time: float | None = Field(default=None, gt=0, le=10_000)
+    """Seconds of a tick, where a manifest's rounds go by time; None: not known before the run."""
+    real: bool = False
+    """Whether real nodes run it, on this machine, instead of simulated peers."""
+    again: int = Field(default=0, ge=0, le=2**31)
+    """Number of a repetition of a real run, which does not repeat to the bit."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -82,6 +103,13 @@ class Scenario(BaseModel):
             extra = [k for k in type(self).model_fields if k not in kept and getattr(self, k) != getattr(plain, k)]
             if extra:
                 problems.append(f'method = "data-parallel" knows no {", ".join(extra)}; leave them out')
+        if self.real:
+            usual = Scenario.model_construct(peers=self.peers)
+            refused = [f"{key} ({why})" for key, why in _NOT_REAL.items() if getattr(self, key) != getattr(usual, key)]
+            if refused:
+                problems.append(f"real nodes know no {', '.join(refused)}; leave it out, or real")
+        elif self.again:
+            problems.append("again is for real nodes: a simulated run repeats to the bit; set data_seed instead")
         if problems:
             raise ValueError("; ".join(problems))
         return self

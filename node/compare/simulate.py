@@ -7,6 +7,7 @@ time, which goes by in ticks (:class:`.scenario.Scenario`), and what happens to 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +53,8 @@ def run_ticks(scenario: Scenario, rounds: int, section: RoundSection, step_token
 
 def round_ticks(scenario: Scenario, section: RoundSection, step_tokens: int) -> int:
     """Ticks until a round is due, none being dead: until as many peers as the quorum asks for have done their inner
-    steps, or all together the tokens that the manifest asks for."""
+    steps, or all together the tokens that the manifest asks for, or until the time has come for each fragment (where
+    nobody says how long a step takes, as of real nodes, the manifest's inner steps stand for it)."""
     if scenario.method == "data-parallel":
         return section.inner_steps
     fastest = sorted((scenario.speed(peer) for peer in range(scenario.peers)), reverse=True)
@@ -61,11 +63,22 @@ def round_ticks(scenario: Scenario, section: RoundSection, step_tokens: int) -> 
         while sum(int(ticks * speed) for speed in fastest) * step_tokens < section.every:
             ticks += 1
         return ticks
+    timed = section.by == "time" and scenario.step_time is not None
     speed = fastest[min(section.quorum, scenario.peers) - 1]
     ticks = 1
-    while int(ticks * speed) < section.inner_steps:
+    while int(ticks * speed) < (1 if timed else section.inner_steps):
         ticks += 1
+    if timed:
+        # from one outer step to the next a round of one fragment has to be due, and then to be over
+        return (max(ticks, pause_ticks(scenario, section)) + section.overlap) * section.fragments
     return ticks
+
+
+def pause_ticks(scenario: Scenario, section: RoundSection) -> int:
+    """Ticks from an outer step to the next round, of whatever fragment, if rounds go by time: inner steps are not
+    interrupted, so the last of them ends when that time is over."""
+    assert scenario.step_time is not None
+    return max(math.ceil(section.every / section.fragments / scenario.step_time - 1e-9), 1)
 
 
 def groups(scenario: Scenario, section: RoundSection) -> int:
@@ -157,6 +170,8 @@ class Simulation:
         self.cursor = 0
         self.tokens = self.steps = 0
         self.commits = self.voids = self.lost = 0
+        self.stepped = 0
+        """Tick of the last outer step."""
         self.curve: list[dict[str, Any]] = []
         self.training_seconds = 0.0
         self.inner_steps = manifest.round.inner_steps
@@ -209,14 +224,14 @@ class Simulation:
         last = now == self.ticks
         for fragment, flight in enumerate(self.rounds):
             if flight is not None and (last or flight.due <= now):
-                self._end(fragment, flight)
+                self._end(fragment, flight, now)
         for fragment in range(len(self.fragments)):
-            if not last and self.rounds[fragment] is None and self._ready(fragment):
+            if not last and self.rounds[fragment] is None and self._ready(fragment, now):
                 flight = self._freeze(fragment, now)
                 if self.tau == 0:
-                    self._end(fragment, flight)
+                    self._end(fragment, flight, now)
             while last and self._able(fragment):
-                self._end(fragment, self._freeze(fragment, now), flush=True)
+                self._end(fragment, self._freeze(fragment, now), now, flush=True)
 
     def _fragments(self) -> list[list[slice]]:
         """The chunks of each fragment: the manifest's or, in an experiment with rounds of several fragments in flight
@@ -328,13 +343,17 @@ class Simulation:
     def _done(self, peer: _Peer) -> bool:
         return all(steps >= self.inner_steps for steps in peer.steps)
 
-    def _ready(self, fragment: int) -> bool:
+    def _ready(self, fragment: int, now: int) -> bool:
         rules, able = self.manifest.round, self._able(fragment)
         quorum = min(rules.quorum, self.scenario.peers)
         if rules.by == "tokens":
             held = sum(min(self.peers[number].tokens[fragment], rules.weight_cap) for number in able)
             turn = len(self.fragments) if self.numbers[fragment] else fragment + 1
             return len(able) >= quorum and held >= rules.every * turn / len(self.fragments)
+        if rules.by == "time":
+            # as in the protocol one round at a time, fragment after fragment, counted from the last outer step
+            turn = self.commits % len(self.fragments) == fragment and not any(self.rounds)
+            return turn and len(able) >= quorum and now - self.stepped >= pause_ticks(self.scenario, rules)
         return sum(self.peers[number].steps[fragment] >= self.inner_steps for number in able) >= quorum
 
     # ---------------------------------------------------------------- rounds
@@ -385,7 +404,7 @@ class Simulation:
             frozen.start.append(start)
         return frozen
 
-    def _end(self, fragment: int, flight: _Round, *, flush: bool = False) -> None:
+    def _end(self, fragment: int, flight: _Round, now: int, *, flush: bool = False) -> None:
         """The round's commit reaches everybody, or it has come to nothing. With ``flush`` nothing gets lost: what the
         run is judged by holds the steps of everyone."""
         self.rounds[fragment] = None
@@ -398,6 +417,7 @@ class Simulation:
             self._abort(fragment, flight)
             return
         self.commits += 1
+        self.stepped = now
         means = self._means(fragment, [flight.entered[number] for number in sorted(arrived)], flight)
         outer = self.manifest.outer
         phase = self.outer_steps[fragment] % outer.period

@@ -65,7 +65,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[str, ...]] = {
     "round": ("silence", "grace", "first_lease", "max_lease"),
     "state": ("checkpoint_every",),
 }
-"""Fields of a manifest that the simulation does not look at."""
+"""Fields of a manifest that the simulation does not look at; real nodes do at those of rounds."""
 
 
 @dataclass(frozen=True)
@@ -221,15 +221,23 @@ def check_rows(rows: Iterable[Row]) -> None:
                 f"manifest.round.quorum to at most {row.scenario.peers}"
             )
         rules = row.manifest.round
-        if rules.by == "time":
+        if row.scenario.real:
+            continue  # nodes run whatever a manifest may say
+        if rules.by == "time" and row.scenario.method != "data-parallel":
+            if row.scenario.step_time is None:
+                raise ConfigError(
+                    f'row {row.name!r}: manifest.round.by = "time" needs to know how long an inner step takes, for '
+                    "time goes by in steps here; say it with --step-time SECONDS, or as scenario.step_time"
+                )
+            if row.scenario.fragments > 1:
+                raise ConfigError(
+                    f'row {row.name!r}: manifest.round.by = "time" does not go with scenario.fragments, whose rounds '
+                    "overlap; set manifest.round.fragments instead"
+                )
+        if rules.by != "steps" and row.scenario.idle:
             raise ConfigError(
-                f'row {row.name!r}: manifest.round.by = "time" means nothing here, where time goes by in ticks and a '
-                'link is chosen afterwards; use "tokens", or "steps"'
-            )
-        if rules.by == "tokens" and row.scenario.idle:
-            raise ConfigError(
-                f'row {row.name!r}: idle peers stand still after their inner steps, and manifest.round.by = "tokens" '
-                "waits for no steps; leave one of them out"
+                f"row {row.name!r}: idle peers stand still after their inner steps, and manifest.round.by = "
+                f'"{rules.by}" waits for no steps; leave one of them out'
             )
         chunks = -(-row.manifest.state.parameters // row.manifest.state.chunk)
         if row.scenario.fragments > chunks:
@@ -317,9 +325,11 @@ class Job:
         """The name of its result: equal keys, equal results. Only what the result depends on is part of it."""
         described = self.describe()
         manifest = {section: dict(v) if isinstance(v, dict) else v for section, v in described["manifest"].items()}
+        real = self.row.scenario.real
         for section, names in WITHOUT_EFFECT.items():
             for name in names:
-                manifest[section].pop(name, None)
+                if not real or section != "round":
+                    manifest[section].pop(name, None)
         if not manifest["round"]["overlap"]:
             for name in ("overlap", "merge", "mix"):
                 del manifest["round"][name]
@@ -344,6 +354,10 @@ class Job:
         # Once a circumstance, and results of then are to be found.
         once = {name: manifest["round"].pop(name) for name in ("weights", "average")}
         scenario = {**described["scenario"], **once}
+        if not real:
+            del scenario["real"], scenario["again"]
+        if real or self.manifest.round.by != "time":
+            del scenario["step_time"]
         text = json.dumps([{**described, "manifest": manifest, "scenario": scenario}, code], sort_keys=True)
         return blake3(text.encode()).hexdigest()[:32]
 
@@ -379,8 +393,10 @@ def _seeded(manifest: Manifest, seed: int) -> Manifest:
 
 
 def aa_row(reference: Row) -> Row:
-    """The reference on other text: what no setting has caused."""
-    scenario = reference.scenario.model_copy(update={"data_seed": reference.scenario.data_seed + AA_SEED})
+    """The reference on other text, or with real nodes once more: what no setting has caused."""
+    was = reference.scenario
+    other = {"again": was.again + 1} if was.real else {"data_seed": was.data_seed + AA_SEED}
+    scenario = was.model_copy(update=other)
     return replace(
         reference, name=f"{reference.name} (A/A)", scenario=scenario, against=reference.name, margin=None, sweep={}
     )

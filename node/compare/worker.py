@@ -18,12 +18,11 @@ EVERY = 0.5
 
 
 def main(path: str) -> int:
-    from atoll.node.prepare import prepare
+    from atoll.node.swarm.launch import Interrupted
     from atoll.protocol.errors import AtollError, NonFinite
     from atoll.protocol.manifest import Manifest
 
     from .scenario import Scenario
-    from .simulate import simulate
 
     def say(line: dict[str, Any]) -> None:
         print(json.dumps(line, allow_nan=False), flush=True)
@@ -38,14 +37,26 @@ def main(path: str) -> int:
 
     raw = json.loads(Path(path).read_text())
     try:
-        prepare()
         manifest = Manifest.from_dict({"name": "compare", "access": {"admit": "open", "peers": []}, **raw["manifest"]})
-        result = simulate(manifest, Scenario.of(raw["scenario"], "scenario"), raw["seed"], progress)
+        scenario = Scenario.of(raw["scenario"], "scenario")
+        if scenario.real:
+            from .real import run_real
+
+            result = run_real(manifest, scenario, Path(path).parent, progress)
+        else:
+            from atoll.node.prepare import prepare
+
+            from .simulate import simulate
+
+            prepare()
+            result = simulate(manifest, scenario, raw["seed"], progress)
         if not math.isfinite(result["loss"]):
             raise NonFinite("the loss is not finite")
         say({"result": result})
     except NonFinite as error:
         say({"diverged": str(error)})
+    except Interrupted:
+        return 130
     except AtollError as error:
         print(f"atoll: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code

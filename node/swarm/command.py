@@ -21,12 +21,13 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from atoll.protocol.errors import AtollError, DataError, ManifestError, NetworkError, ResourceError, StateError
+from atoll.protocol.errors import ManifestError, ResourceError, StateError
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.statefolder import folder_error
 
 from . import table
 from .budget import Costs, Plan, plan_rounds
+from .launch import LISTEN, Interrupted, relayed, start_bootstrap, start_node
 from .ledger import Ledger
 from .processes import PATIENCE, Child, Family, Interrupts, child_environment
 from .report import build_report, summary, write_json
@@ -37,8 +38,6 @@ TICK = 0.25
 """Seconds between two looks at the event logs."""
 LINE_EVERY = 5.0
 """Seconds between two progress lines where there is no terminal."""
-START_PATIENCE = 60.0
-"""Seconds for the bootstrap peer to print its address."""
 MEASURE_SECONDS = 4.0
 LAST_EVALUATION = 45.0
 """Seconds after the nodes' end in which the observer may finish its last evaluations and end by itself."""
@@ -60,10 +59,6 @@ class SwarmOptions:
     device: str = "cpu"
     data: Path | None = None
     as_json: bool = False
-
-
-class _Interrupted(Exception):
-    """Ctrl-C or SIGTERM came."""
 
 
 @dataclass
@@ -99,7 +94,7 @@ def run_swarm(options: SwarmOptions, on_folder: Callable[[Path], None] = lambda 
         run = _Run(options, out, console, interrupts, family, started, _cores())
         try:
             return _run(run, manifest)
-        except _Interrupted:
+        except Interrupted:
             # Nothing has been trained yet: nothing to report.
             family.stop(list(family.children), interrupts)
             run.say("interrupted before the swarm had started")
@@ -117,7 +112,7 @@ def _run(run: _Run, manifest: Manifest) -> int:
     manifest, plan = _plan(run, manifest)
     threads = max(1, run.cores // options.nodes)
     env = child_environment(threads)
-    address = _start_bootstrap(run, env)
+    address = start_bootstrap(run.family, run.out, env, run.interrupts)
     run.say(f"run {manifest.run_id.hex()[:12]}: {_rounds(manifest, manifest.budget.rounds)}")
     run.say(f"address: {address}")
     _start_nodes(run, env, address, threads)
@@ -242,13 +237,13 @@ def _measure(run: _Run, draft: Path) -> Costs:
         helpers.append(run.family.start(f"measure-{index}", run.out / "measure" / str(index), arguments, env))
     while any(helper.code is None for helper in helpers):
         if run.interrupts.wait(0.05):
-            raise _Interrupted
+            raise Interrupted
     steps: list[float] = []
     evaluation, imports = 0.0, 0.0
     for helper in helpers:
         run.family.children.pop(helper.name)
         if helper.code != 0:
-            raise _relayed(helper)
+            raise relayed(helper)
         found = json.loads(helper.output.read_text().splitlines()[-1])
         steps.append(found["step"])
         evaluation, imports = max(evaluation, found.get("evaluation", 0.0)), max(imports, found["imports"])
@@ -258,53 +253,19 @@ def _measure(run: _Run, draft: Path) -> Costs:
     return Costs(step=max(steps), evaluation=evaluation, node_start=imports + 3.0, finish=finish)
 
 
-def _relayed(child: Child) -> AtollError:
-    """A child's failure as an error of ours with the same exit code."""
-    kinds = {3: ManifestError, 4: NetworkError, 5: DataError, 6: StateError, 7: ResourceError}
-    code = child.code or 0
-    message = child.last_words() or f"{child.name} ended without a word ({table.exit_text(code)})"
-    kind = kinds.get(code)
-    if kind is None:
-        raise RuntimeError(f"{child.name}: {message} (all of its output is in {child.output})")
-    return kind(message)
-
-
-def _start_bootstrap(run: _Run, env: dict[str, str]) -> str:
-    folder, file = run.out / "bootstrap", run.out / "address"
-    arguments = ["atoll", "bootstrap", "--manifest", str(run.out / "manifest.toml"), "--state", str(folder)]
-    arguments += ["--listen", "/ip4/127.0.0.1/tcp/0", "--address-file", str(file)]
-    child = run.family.start("bootstrap", folder, arguments, env)
-    deadline = time.monotonic() + START_PATIENCE
-    while not file.exists():
-        if run.interrupts.wait(0.05):
-            raise _Interrupted
-        if child.code is not None:
-            raise _relayed(child)
-        if time.monotonic() > deadline:
-            raise ResourceError(
-                f"the bootstrap peer printed no address within {START_PATIENCE:.0f} s; its output is in {child.output}"
-            )
-    return file.read_text().strip()
-
-
 def _start_nodes(run: _Run, env: dict[str, str], address: str, threads: int) -> None:
     options = run.options
-    common = ["--listen", "/ip4/127.0.0.1/tcp/0", "--log", "plain"]
-    if options.data is not None:
-        common += ["--data", str(options.data.absolute())]
+    common = ["--data", str(options.data.absolute())] if options.data is not None else []
+    common += ["--device", options.device]
 
     def seed(index: int) -> list[str]:
         return [] if options.seed is None else ["--seed", str(options.seed + index)]
 
     for index in range(options.nodes):
-        name = f"node-{index}"
-        arguments = ["atoll", "node", address, "--state", str(run.out / name), "--name", name, "--finish", "exit"]
-        arguments += ["--device", options.device, "--threads", str(threads), *common, *seed(index)]
-        run.family.start(name, run.out / name, arguments, env)
-    arguments = ["atoll", "observe", address, "--state", str(run.out / "observer"), "--device", options.device]
-    run.family.start(
-        "observer", run.out / "observer", [*arguments, "--threads", "1", *common, *seed(options.nodes)], env
-    )
+        start_node(run.family, run.out, index, address, env, ["--threads", str(threads), *common, *seed(index)])
+    arguments = ["atoll", "observe", address, "--state", str(run.out / "observer"), "--threads", "1", *LISTEN]
+    arguments += ["--log", "plain", *common, *seed(options.nodes)]
+    run.family.start("observer", run.out / "observer", arguments, env)
     run.ledger = Ledger(run.family.children)
 
 
@@ -449,7 +410,7 @@ def _verdict(run: _Run, report: dict[str, Any], interrupted: bool) -> int:
     if not report["rounds"]:
         failed = [run.family.children[name] for name, code in report["exit_codes"].items() if code]
         if failed:
-            raise _relayed(failed[0])
+            raise relayed(failed[0])
         print("atoll: error: the swarm ended without a single round", file=sys.stderr)
         return 1
     if not report["digests_equal"]:

@@ -140,6 +140,11 @@ def test_links_that_are_none_are_refused(text: str) -> None:
         ({"lossy": 0.5}, "did you mean 'lost'"),
         ({"rank": 2, "fragments": 3}, "does not go with rank"),
         ({"lost": 1.0}, "less than 1"),
+        ({"real": True, "speeds": [1, 1, 1, 2]}, "real nodes know no speeds .the nodes of one machine"),
+        ({"real": True, "lost": 0.5, "fragments": 3}, "no lost .*, fragments .set manifest.round.fragments"),
+        ({"real": True, "method": "data-parallel"}, "no real"),
+        ({"again": 1}, "set data_seed instead"),
+        ({"step_time": 0}, "step_time: expected more than 0"),
     ],
 )
 def test_circumstances_that_contradict_each_other_are_refused(table: dict[str, Any], message: str) -> None:
@@ -190,7 +195,12 @@ def test_a_study_is_read(manifest: Manifest, tmp_path: Path) -> None:
             '[manifest.round]\nfragments = 3\n[[row]]\nname = "a"\nscenario = {fragments = 2}\n',
             "go with scenario.fragments",
         ),
-        ('[manifest.round]\nby = "time"\nevery = 60\ngrace = 0.0\n[[row]]\nname = "a"\n', 'use "tokens"'),
+        ('[manifest.round]\nby = "time"\nevery = 60\ngrace = 0.0\n[[row]]\nname = "a"\n', "say it with --step-time"),
+        (
+            '[manifest.round]\nby = "time"\nevery = 60\ngrace = 0.0\n[scenario]\nstep_time = 1\nfragments = 2\n'
+            '[[row]]\nname = "a"\n',
+            "set manifest.round.fragments",
+        ),
         (
             '[manifest.round]\nby = "tokens"\nevery = 600\ngrace = 0.0\n[scenario]\nidle = true\n[[row]]\nname = "a"\n',
             "waits for no steps",
@@ -361,6 +371,39 @@ def test_the_baseline_is_swept_and_has_no_circumstances(manifest: Manifest) -> N
     row = baseline_row(Row("a", manifest, Scenario(lost=0.5, speeds=(1, 1, 2, 4))), (0.5, 1.0))
     assert row.scenario.lost == 0
     assert len(row.variants()) == 2
+
+
+def test_real_nodes_and_simulated_peers_in_one_study(manifest: Manifest, tmp_path: Path) -> None:
+    simulated, real = Scenario(), Scenario(real=True)
+    rows = [Row("a", manifest, simulated), Row("a, real", manifest, real, "a"), aa_row(Row("a, real", manifest, real))]
+    assert rows[2].scenario.again == 1
+    keys = [job(row, 0, None, 4).key("") for row in rows]
+    assert len(set(keys)) == 3
+    # Silence means something to them, and a checkpoint more or less does not.
+    other = manifest.replace(state={"checkpoint_every": 3})
+    assert job(Row("b", other, real), 0, None, 4).key("") == keys[1]
+    assert job(Row("b", other.replace(round={"silence": 9.0}), real), 0, None, 4).key("") != keys[1]
+    lines, _ = survey(rows, Terms(None, 4, 1, 0), results_of({("a", 0): 2.0, ("a, real", 0): 2.1}))
+    for line in lines[1:2]:
+        for result in line.results.values():
+            result["curve"][0]["seconds"], result["utilisation"] = 7.0, 0.9  # type: ignore[index]
+    report = reports.build(lines, Link.parse("20mbit,50ms"), 0.5)
+    assert [entry.get("wall_seconds") for entry in report["rows"]] == [pytest.approx(5 * 0.5 + 0.5004), 7.0, None]
+    assert report["rows"][1]["utilisation"] == [0.9]
+    assert "by real nodes: a, real, a, real (A/A);" in reports.notes(report)
+
+
+def test_real_nodes_for_all_rows_that_do_not_say_otherwise(manifest: Manifest, tmp_path: Path) -> None:
+    path, study = tmp_path / "m.toml", tmp_path / "study.toml"
+    path.write_text(manifest.to_toml())
+    found = chosen(read(CompareOptions(manifests=(path,), real=True)), CompareOptions(baseline=True))
+    assert [row.scenario.real for row in found] == [True, False, True], "data-parallel training is simulated"
+    study.write_text('[[row]]\nname = "a"\n[[row]]\nname = "b"\nscenario.real = false\nscenario.lost = 0.5\n')
+    found = list(read(CompareOptions(manifests=(path,), study=study, real=True)).rows)
+    assert [row.scenario.real for row in found] == [True, False]
+    study.write_text('[[row]]\nname = "a"\n[[row]]\nname = "b"\nscenario.lost = 0.5\n')
+    with pytest.raises(ConfigError, match="row 'b': real nodes know no lost"):
+        read(CompareOptions(manifests=(path,), study=study, real=True))
 
 
 def test_command_lines_that_make_no_sense_are_refused(manifest: Manifest, tmp_path: Path) -> None:

@@ -250,6 +250,31 @@ def test_rounds_by_the_tokens_of_all(text: str) -> None:
     assert result["commits"] == 2 * ROUNDS + 1
 
 
+def test_rounds_by_time(text: str) -> None:
+    """Two seconds after each outer step, whatever has been done in them: of half a second a step four ticks, and of a
+    fragment of two, half as often; with an overlap the time counts from where the round is over."""
+    rules = {"by": "time", "every": 2, "grace": 0.0}
+    uneven = Scenario(peers=2, speeds=(0.5, 1.0), step_time=0.5)
+
+    def run(**more: Any) -> dict[str, Any]:
+        return simulate(manifest(text, round=rules | more), uneven, 0, lambda done, total: None)
+
+    assert round_ticks(uneven, manifest(text, round=rules).round, 64) == 4
+    plain = run()
+    assert (plain["ticks"], plain["commits"]) == (4 * ROUNDS, ROUNDS)
+    assert plain["tokens"] == ROUNDS * (2 + 4) * 64, "the slow one brings what it has"
+    assert [each.begin for each in unpack_transfers(plain["transfers"])] == [4, 8, 12, 16]
+    overlapped = run(overlap=2)
+    assert [each.begin for each in unpack_transfers(overlapped["transfers"])][:3] == [4, 10, 16]
+    halves = run(fragments=2)
+    assert halves["ticks"] == 4 * ROUNDS
+    assert [each.begin for each in unpack_transfers(halves["transfers"])][:4] == [2, 4, 6, 8]
+    slower = Scenario(peers=2, step_time=0.7)
+    assert round_ticks(slower, manifest(text, round=rules).round, 64) == 3, "the step under way is done"
+    nobody = Scenario(peers=2, speeds=(0.1, 0.1), step_time=0.5)
+    assert round_ticks(nobody, manifest(text, round=rules).round, 64) == 10, "somebody has something"
+
+
 def test_low_rank_sends_less(text: str) -> None:
     whole, factored = (
         simulate(manifest(text, codec="int8"), Scenario(peers=2, rank=rank), 0, lambda done, total: None)["bytes"]
