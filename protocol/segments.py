@@ -5,12 +5,15 @@ flow control sends for what comes the other way. Left alone, the daemon puts as 
 as that takes, megabytes, which is seconds on a home's uplink; behind them everything waits, and since the credits do,
 the other direction comes to a half of its rate. So the sender asks for acknowledgements and keeps so little under way
 that the queues on the path add :data:`QUEUE` seconds at most, as LEDBAT does (RFC 6817): as long as acknowledgements
-come about as quickly as the quickest did, more; when they take much longer, less.
+come about as quickly as the quickest did, more; when they take much longer, less. It asks a few times for what may be
+under way, so that they are rare where that is much: each is a packet of its own, and a turn of both daemons.
 
 A segment is its kind u8, a value u32 big-endian, and for data that many bytes:
  0 data: value is the length, 1 or more
- 1 acknowledgement: value is the number of data bytes taken so far in this direction, modulo 2**32
+ 1 acknowledgement: value is the number of data bytes up to the end of a segment that asked, modulo 2**32; all are taken
  2 the sender's last word: it has closed the stream, and neither sends nor takes anything any more; value is 0
+ 3 data that asks to be acknowledged when all of it is taken; it ends :data:`_ASK_LEAST` bytes or more beyond the one
+   before it that did, so that nobody makes others answer everything
 
 Why a last word: libp2p closes a stream's two directions one after the other, and its daemon, when the first is closed,
 now and then resets the stream before it comes to the second, which throws away what the other side has not read yet.
@@ -29,7 +32,7 @@ from .pipes import Pipe
 from .transport import PeerId
 
 _HEAD = struct.Struct(">BI")
-_DATA, _TAKEN, _LAST = 0, 1, 2
+_DATA, _TAKEN, _LAST, _ASKING = 0, 1, 2, 3
 _MOD = 1 << 32
 
 _LONGEST = 1 << 18
@@ -39,10 +42,10 @@ _LEAST_WINDOW = 3 << 16
 _MOST_WINDOW = 1 << 24
 QUEUE = 0.1
 """Seconds that data may wait on its way beyond the shortest time seen, before less is kept under way."""
-_ACK_BYTES = 1 << 16
-"""Data taken until it is acknowledged; twice that where the last acknowledgement was less than :data:`_ACK_EVERY` ago.
-Twice that is less than the least window: a sender without room always hears of what it has under way."""
-_ACK_EVERY = 0.005
+_ASKS = 4
+"""Acknowledgements that are asked for in a window."""
+_ASK_LEAST = 1 << 14
+"""Data bytes from one that is asked for to the next, at least."""
 _TURN = 8
 """Looks at the socket until others have their turn."""
 _HEADS = 4096
@@ -63,20 +66,22 @@ class Segments:
         """The other side has said its last word."""
         # What comes
         self._left = 0  # bytes of the data segment that has begun
+        self._asks = False  # whether that asks to be acknowledged
         self._head = bytearray(_HEAD.size)
         self._headed = 0  # bytes of the next head that are there
         self._heads = 0  # heads passed over since the stream was closed here
         self._taken = 0
-        self._told = 0  # of them acknowledged
-        self._told_at = clock()
+        self._asked_for = 0  # the end of the last segment that asked
         self._reading = False
         # What goes
         self._sent = 0
         self._acknowledged = 0
+        self._asked = 0  # where an acknowledgement was last asked for
         self._window = _FIRST_WINDOW
         self._shortest = float("inf")
         self._steady_until = clock()
-        self._under_way: deque[tuple[int, float]] = deque()  # (bytes sent up to there, when they began to go)
+        # What is asked for: (bytes sent up to there, when that segment began to go)
+        self._awaited: deque[tuple[int, float]] = deque()
         self._due: int | None = None  # what is to be acknowledged next
         self._rest = b""  # what is not written yet of the acknowledgement before it
         self._writing = asyncio.Lock()  # for a segment
@@ -160,7 +165,6 @@ class Segments:
             return -1
         data = min(count, want)
         self._headed = count - data
-        self._left -= data
         self._took(data)
         return data
 
@@ -177,8 +181,13 @@ class Segments:
                 return 0
         kind, value = _HEAD.unpack(self._head)
         self._headed = 0
-        if kind == _DATA and value:
-            self._left = value
+        if kind in (_DATA, _ASKING) and value:
+            self._left, self._asks = value, kind == _ASKING
+            if self._asks:
+                since = self._taken + value - self._asked_for
+                if since < _ASK_LEAST:
+                    raise PeerMisbehaved(f"asked for an acknowledgement after {since} bytes", self._peer)
+                self._asked_for += since
         elif kind == _TAKEN:
             self._heard(value)
         elif kind == _LAST and not value:
@@ -191,10 +200,10 @@ class Segments:
 
     def _took(self, count: int) -> None:
         self._taken += count
-        behind = self._taken - self._told
-        if behind >= _ACK_BYTES and (behind >= 2 * _ACK_BYTES or self._clock() - self._told_at >= _ACK_EVERY):
-            self._told, self._told_at = self._taken, self._clock()
-            self._due = self._taken
+        self._left -= count
+        if self._asks and not self._left:
+            self._asks = False
+            self._due = self._taken  # in place of what is due and not written
             self._pay()
 
     def _pay(self) -> None:
@@ -235,7 +244,7 @@ class Segments:
         left = deque(part for part in parts if part)
         while left:
             await self._room()
-            longest = min(_LONGEST, max(self._window // 4, 1 << 14))
+            longest = min(_LONGEST, max(self._window // _ASKS, _ASK_LEAST))
             pieces, size = [], 0
             while left and size < longest:
                 part = left.popleft()
@@ -251,7 +260,7 @@ class Segments:
                 self._pay()
 
     async def _segment(self, size: int, pieces: list[memoryview], on_progress: Callable[[int], None] | None) -> None:
-        began, written = self._clock(), 0
+        began, written, asked = self._clock(), 0, self._asked
 
         def progress(count: int) -> None:
             nonlocal written
@@ -262,16 +271,22 @@ class Segments:
 
         # Before it is written: its acknowledgement may come while a part of it still waits.
         self._sent += size
-        self._under_way.append((self._sent, began))
+        asks = self._sent - asked >= max(self._window // _ASKS, _ASK_LEAST)
+        if asks:
+            self._asked = self._sent
+            self._awaited.append((self._sent, began))
+        head = _HEAD.pack(_ASKING if asks else _DATA, size)
         try:
-            await self._pipe.write(memoryview(_HEAD.pack(_DATA, size)), *pieces, on_progress=progress)
+            await self._pipe.write(memoryview(head), *pieces, on_progress=progress)
         except asyncio.CancelledError:
             if written < _HEAD.size + size:
                 if written:  # the rest would be read as what it is not
                     self._pipe.close()
                 else:
                     self._sent -= size
-                    self._under_way.pop()
+                    if asks:
+                        self._asked = asked
+                        self._awaited.pop()
             raise
 
     async def _room(self) -> None:
@@ -289,7 +304,8 @@ class Segments:
                 await self._pipe.listen(self._news)
 
     def _has_room(self) -> bool:
-        return self._sent - self._acknowledged < self._window
+        # Who awaits nothing would wait for ever: the window may have shrunk below what went since it last asked.
+        return not self._awaited or self._sent - self._acknowledged < self._window
 
     def _look_for_news(self) -> bool:
         """Deal with what has come while nobody reads, up to data; whether more of it may come."""
@@ -304,16 +320,16 @@ class Segments:
         return True  # and is looked at in the next turn
 
     def _heard(self, value: int) -> None:
-        """The other side has taken so many bytes in all."""
+        """The other side has taken all up to there."""
         new = (value - self._acknowledged) % _MOD
-        if not 0 < new <= self._sent - self._acknowledged:
-            raise PeerMisbehaved("an acknowledgement of nothing new, or of what was not sent", self._peer)
-        now, began = self._clock(), None
+        now, end, began = self._clock(), 0, 0.0
         full = 2 * (self._sent - self._acknowledged) >= self._window
         self._acknowledged += new
-        while self._under_way and self._under_way[0][0] <= self._acknowledged:
-            began = self._under_way.popleft()[1]
-        if began is not None and self._prompt:
+        while self._awaited and end < self._acknowledged:
+            end, began = self._awaited.popleft()
+        if not new or end != self._acknowledged:
+            raise PeerMisbehaved("an acknowledgement of what was not asked for", self._peer)
+        if self._prompt:
             took = now - began
             self._shortest = min(self._shortest, took)
             if took <= self._shortest + QUEUE / 2:
@@ -369,7 +385,7 @@ class Segments:
                 if self._headed == _HEAD.size:
                     kind, value = _HEAD.unpack(self._head)
                     self._headed = 0
-                    self._left = value if kind == _DATA else 0
+                    self._left = value if kind in (_DATA, _ASKING) else 0
                     self._heads += 1
                     self.over = kind == _LAST or self._heads > _HEADS
             data = data[passed:]

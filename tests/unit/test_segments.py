@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import socket
@@ -10,6 +11,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ import pytest
 from atoll.protocol.errors import FrameTooLarge, PeerMisbehaved, StreamClosed
 from atoll.protocol.frames import FrameStream
 from atoll.protocol.pipes import Pipe
-from atoll.protocol.segments import _FIRST_WINDOW, _LEAST_WINDOW, _MOST_WINDOW, QUEUE, Segments
+from atoll.protocol.segments import _ASK_LEAST, _FIRST_WINDOW, _LEAST_WINDOW, _MOST_WINDOW, QUEUE, Segments
 from atoll.protocol.transport import PeerId
 
 
@@ -28,6 +30,41 @@ def pair() -> tuple[FrameStream, FrameStream]:
 
 def stream(sock: socket.socket) -> FrameStream:
     return FrameStream(Pipe(sock), PeerId("other"), clock=time.monotonic)
+
+
+def head(kind: int, value: int) -> bytes:
+    return struct.pack(">BI", kind, value)
+
+
+def asked(size: int) -> bytes:
+    """A segment, of zeros, that asks to be acknowledged."""
+    return head(3, size) + bytes(size)
+
+
+async def get(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        more = await asyncio.get_running_loop().sock_recv(sock, count - len(data))
+        assert more, "the stream ended"
+        data += more
+    return data
+
+
+def there(sock: socket.socket) -> bytes:
+    """What can be read at once."""
+    data = b""
+    with contextlib.suppress(BlockingIOError):
+        while more := sock.recv(1 << 16):
+            data += more
+    return data
+
+
+async def segment(sock: socket.socket) -> tuple[int, int]:
+    """Read a segment with what is in it; (kind, value)."""
+    kind, value = struct.unpack(">BI", await get(sock, 5))
+    if kind in (0, 3):
+        await get(sock, value)
+    return kind, value
 
 
 def play(test: Callable[[], Awaitable[None]]) -> None:
@@ -99,7 +136,8 @@ def test_what_falls_due_during_a_segment_is_told_before_the_writer_waits_for_roo
         data = memoryview(bytes((1 << 14) + 1))  # two segments
 
         def progress(count: int) -> None:
-            if not segments._told:
+            if not segments._taken:
+                segments._left, segments._asks = 1 << 20, True
                 segments._took(1 << 20)
 
         writing = asyncio.create_task(segments.write(data, on_progress=progress))
@@ -226,26 +264,166 @@ def test_queues_on_a_slow_link_stay_short_and_the_link_full() -> None:
     play(test)
 
 
-@pytest.mark.parametrize("window", [_LEAST_WINDOW, _LEAST_WINDOW + 1, 1 << 18, 1 << 20])
-def test_a_sender_without_room_always_hears(window: int) -> None:
-    """All that is under way is taken at once, in pieces of any size: then there is room again."""
-    chance = random.Random(window)
+def test_what_asks_is_acknowledged_when_all_of_it_is_taken_and_nothing_else_is() -> None:
+    async def test() -> None:
+        near, far = socket.socketpair()
+        far.setblocking(False)
+        segments = Segments(Pipe(near), PeerId("other"), time.monotonic)
+        into = memoryview(bytearray(1 << 20))
+
+        async def take(data: bytes, count: int) -> bytes:
+            """Send, read so many bytes, and say what came back."""
+            sending = asyncio.create_task(asyncio.get_running_loop().sock_sendall(far, data))
+            assert await segments.fill(into[:count], lambda _: None)
+            await sending
+            return there(far)
+
+        size = 200_000
+        assert await take(head(0, size) + bytes(size), size) == b""
+        assert await take(head(3, size) + bytes(size - 1), size - 1) == b""
+        assert await take(bytes(1), 1) == head(1, 2 * size)
+        assert await take(head(0, 9) + bytes(9), 9) == b""
+        assert await take(asked(_ASK_LEAST - 9) + asked(_ASK_LEAST), 2 * _ASK_LEAST - 9) == head(
+            1, 2 * size + _ASK_LEAST
+        ) + head(1, 2 * size + 2 * _ASK_LEAST)
+        segments.close()
+        far.close()
+
+    play(test)
+
+
+def test_acknowledgements_that_cannot_be_written_become_one() -> None:
+    """A peer that asks and does not listen: what it is owed stays one acknowledgement, the latest."""
 
     async def test() -> None:
         near, far = socket.socketpair()
-        now = 0.0
-        segments = Segments(Pipe(near), PeerId("other"), lambda: now)
-        sent = told = 0
-        for _ in range(300):
-            while sent - told < window:
-                sent += chance.randrange(1, 1 << 18)
-            while segments._taken < sent:
-                now += chance.choice((0.0, 0.0, 1e-5, 0.01))
-                segments._took(min(chance.randrange(1, 50_000), sent - segments._taken))
-            told = segments._told
-            assert sent - told < window
+        far.setblocking(False)
+        segments = Segments(Pipe(near), PeerId("other"), time.monotonic)
+        stuffed = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                stuffed += near.send(bytes(1 << 12))
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                stuffed += near.send(bytes(1))
+        into = memoryview(bytearray(100 * _ASK_LEAST))
+        sending = asyncio.create_task(asyncio.get_running_loop().sock_sendall(far, asked(_ASK_LEAST) * 100))
+        assert await segments.fill(into, lambda _: None)
+        await sending
+        await get(far, stuffed)
+        owed = await get(far, 10)
+        assert owed == head(1, _ASK_LEAST) + head(1, 100 * _ASK_LEAST)
+        await asyncio.sleep(0.05)
+        assert there(far) == b""
         segments.close()
         far.close()
+
+    play(test)
+
+
+@pytest.mark.parametrize("window", [_LEAST_WINDOW, 1 << 18, 1 << 20, 1 << 23])
+def test_a_sender_asks_four_times_in_a_window_whatever_it_writes(window: int) -> None:
+    async def test() -> None:
+        near, far = socket.socketpair()
+        far.setblocking(False)
+        segments = Segments(Pipe(near), PeerId("other"), time.monotonic)
+        segments._window = window
+
+        async def write() -> None:
+            for size in (1, 100, 5000, 100_000) * 1000:
+                await segments.write(memoryview(bytes(size)))
+
+        writing = asyncio.create_task(write())
+        ends, asks = [0], [0]
+        while ends[-1] < window:
+            kind, value = await segment(far)
+            ends.append(ends[-1] + value)
+            if kind == 3:
+                asks.append(ends[-1])
+        assert ends[-2] < window, "the last segment had room"
+        assert 3 <= len(asks) - 1 <= 4
+        assert all(one - before >= window // 4 for before, one in pairwise(asks))
+        done, _ = await asyncio.wait([writing], timeout=0.05)
+        assert not done
+        assert there(far) == b""
+        await asyncio.get_running_loop().sock_sendall(far, head(1, asks[1]))
+        assert (await segment(far))[0] in (0, 3), "it goes on with the first acknowledgement"
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        segments.close()
+        far.close()
+
+    play(test)
+
+
+def test_a_window_that_shrinks_below_what_is_under_way_stops_nobody() -> None:
+    """What went since the sender last asked may be more than the window is now; nobody would tell when it is taken."""
+
+    async def test() -> None:
+        near, far = socket.socketpair()
+        far.setblocking(False)
+        for sock in (near, far):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
+        segments = Segments(Pipe(near), PeerId("other"), time.monotonic)
+        segments._window = _MOST_WINDOW
+        await segments.write(memoryview(bytes(1 << 20)))
+        segments._window = _LEAST_WINDOW
+        writing = asyncio.create_task(segments.write(memoryview(bytes(_LEAST_WINDOW))))
+        for _ in range(4):
+            assert (await segment(far))[0] == 0
+        kind, value = await segment(far)
+        assert kind == 3, "one more segment, to ask"
+        done, _ = await asyncio.wait([writing], timeout=0.05)
+        assert not done
+        assert there(far) == b"", "and no more before there is an answer"
+        await asyncio.get_running_loop().sock_sendall(far, head(1, (1 << 20) + value))
+        await asyncio.wait_for(writing, 5)
+        segments.close()
+        far.close()
+
+    play(test)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_windows_of_any_size_at_any_moment_stop_nobody(seed: int) -> None:
+    chance = random.Random(seed)
+
+    async def test() -> None:
+        a, b = pair()
+
+        async def send(one: FrameStream) -> None:
+            for _ in range(150):
+                one._pipe._window = chance.choice((_LEAST_WINDOW, _LEAST_WINDOW + 1, 1 << 20, _MOST_WINDOW))
+                await one.send(bytes(chance.choice((0, 10, 50_000, 300_000))))
+
+        async def receive(one: FrameStream) -> None:
+            for _ in range(150):
+                await one.receive()
+                if chance.random() < 0.2:
+                    await asyncio.sleep(0.001)
+
+        await asyncio.gather(send(a), receive(a), send(b), receive(b))
+        await end(a, b)
+
+    play(test)
+
+
+def test_a_write_that_was_cancelled_before_it_began_has_asked_for_nothing() -> None:
+    async def test() -> None:
+        a, b = pair()
+        a._pipe._pipe._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        a._pipe._pipe._moved = 1 << 30  # so that the pipe lets others go first, and nothing is written yet
+        sending = asyncio.create_task(a.send(bytes(1 << 16)))
+        await asyncio.sleep(0)
+        assert a._pipe._awaited
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        assert not a._pipe._awaited
+        assert a.bytes_sent == 0
+        for _ in range(20):
+            await a.send(bytes(1 << 16))
+            assert len(await b.receive()) == 1 << 16
+        await end(a, b)
 
     play(test)
 
@@ -263,7 +441,7 @@ def test_the_window_follows_the_time_that_acknowledgements_take() -> None:
             size = int(segments.window * share)
             for _ in range(4):
                 segments._sent += size // 4
-                segments._under_way.append((segments._sent, now))
+                segments._awaited.append((segments._sent, now))
             now += seconds
             segments._heard(segments._sent % (1 << 32))
             return segments.window
@@ -288,8 +466,26 @@ def test_the_window_follows_the_time_that_acknowledgements_take() -> None:
 
 @pytest.mark.parametrize(
     "raw",
-    [struct.pack(">BI", kind, value) for kind, value in ((3, 1), (0, 0), (2, 7), (1, 1), (1, 0))],
-    ids=["unknown kind", "empty data", "last word with a value", "acknowledged: not sent", "acknowledged: nothing"],
+    [
+        head(4, 1),
+        head(0, 0),
+        head(3, 0),
+        head(2, 7),
+        head(1, 1),
+        head(1, 0),
+        asked(_ASK_LEAST - 1),
+        asked(1 << 16) + asked(_ASK_LEAST - 1),
+    ],
+    ids=[
+        "unknown kind",
+        "empty data",
+        "empty data that asks",
+        "last word with a value",
+        "acknowledged: not sent",
+        "acknowledged: nothing",
+        "asks at once",
+        "asks too often",
+    ],
 )
 def test_what_breaks_the_form_is_refused(raw: bytes) -> None:
     async def test() -> None:
@@ -297,8 +493,13 @@ def test_what_breaks_the_form_is_refused(raw: bytes) -> None:
         a = stream(near)
         far.setblocking(False)
         await asyncio.get_running_loop().sock_sendall(far, raw)
+
+        async def read() -> None:
+            while True:
+                await a.receive()
+
         with pytest.raises(PeerMisbehaved) as caught:
-            await a.receive()
+            await read()
         assert caught.value.peer == "other"
         far.close()
         await end(a)
@@ -313,7 +514,7 @@ def test_heads_without_data_hold_nobody_up() -> None:
         near, far = socket.socketpair()
         far.setblocking(False)
         a = stream(near)
-        flood = struct.pack(">BIB", 0, 1, 0) * 50_000
+        flood = (head(0, 1) + bytes(1)) * 50_000
         sending = asyncio.create_task(asyncio.get_running_loop().sock_sendall(far, flood))
         reading = asyncio.create_task(a.receive())
         worst = 0.0
