@@ -56,6 +56,7 @@ class BenchPeer:
         self.early: list[tuple[Any, Any]] = []
         self.book: list[tuple[str, list[str]]] = []
         self.commit: Any = None
+        self.sent_before = 0
         self.quiet = True
         """Whether no round is in flight: then links may be measured."""
 
@@ -271,7 +272,7 @@ class BenchPeer:
                     whole = time.monotonic()
 
         profile = cProfile.Profile() if self.options.get("profile") and self.index == 1 else None
-        sent = self.transport.bytes_sent
+        self.sent_before = self.transport.bytes_sent
         used = cpu(os.getpid()), cpu(self.transport.daemon_pid or 0)
         began, loop = time.monotonic(), time.thread_time()
         current = Timed(around, seal, bytes(64), hash_of(seal), self.theta)
@@ -295,12 +296,17 @@ class BenchPeer:
         self.commit = commit
         return {
             "parts": [(self._place(seal.members[part.reducer].peer), part.count) for part in seal.parts],
-            "began": began, "whole": whole, "committed": committed, "commit": hash_of(commit.body).hex(),
-            "sent": self.transport.bytes_sent - sent,
+            # Who fetched the last averages from others than their reducers has had them since the commit.
+            "began": began, "whole": whole or committed, "committed": committed, "commit": hash_of(commit.body).hex(),
             "contributors": len(commit.votes),
             "loop_cpu": time.thread_time() - loop,
             "cpu": cpu(os.getpid()) - used[0], "daemon_cpu": cpu(self.transport.daemon_pid or 0) - used[1],
         }  # fmt: skip
+
+    async def sent(self) -> int:
+        """Bytes that this peer has sent for the last round. To be asked when everyone has ended it: a majority makes
+        the commit, and its members may still be sending averages to the others."""
+        return self.transport.bytes_sent - self.sent_before
 
     def _place(self, peer: str) -> int:
         return next(index for index, (known, _) in enumerate(self.book) if known == peer)

@@ -77,9 +77,10 @@ def measure(links: list[float], rtt: float, options: argparse.Namespace) -> list
                         rates = crew.ask("stated")
                     before = network.sent()
                     answers = crew.ask("round", number, rates, own)
+                    sent = sum(crew.ask("sent"))
                     wire = [after - at for after, at in zip(network.sent(), before, strict=True)]
                     if repeat:
-                        done.append(_row(answers, links, encoded, size * peers, wire) | {"stated": rates})
+                        done.append(_row(answers, links, encoded, sent, size * peers, wire) | {"stated": rates})
                     elif own:
                         for index in range(peers):
                             crew.tell(index, ("probe",))
@@ -99,7 +100,9 @@ def measure(links: list[float], rtt: float, options: argparse.Namespace) -> list
     return rows
 
 
-def _row(answers: list[dict[str, Any]], links: list[float], encoded: int, ideal_bytes: int, wire: list[int]) -> Row:
+def _row(
+    answers: list[dict[str, Any]], links: list[float], encoded: int, sent: int, ideal_bytes: int, wire: list[int]
+) -> Row:
     began = min(answer["began"] for answer in answers)
     parts = dict(answers[0]["parts"])
     total, others = sum(parts.values()), len(links) - 2
@@ -110,9 +113,9 @@ def _row(answers: list[dict[str, Any]], links: list[float], encoded: int, ideal_
     seconds = max(answer["whole"] for answer in answers) - began
     return {
         "ideal": ideal, "seconds": seconds, "wire_ratio": sum(wire) / ideal_bytes,
-        "busy": max(8 * sent / (1e6 * mbit * seconds) for sent, mbit in zip(wire, links, strict=True)),
+        "busy": max(8 * carried / (1e6 * mbit * seconds) for carried, mbit in zip(wire, links, strict=True)),
         "commit_seconds": max(answer["committed"] for answer in answers) - began,
-        "bytes_ratio": sum(answer["sent"] for answer in answers) / ideal_bytes,
+        "bytes_ratio": sent / ideal_bytes,
         "cpu": sum(answer["cpu"] + answer["daemon_cpu"] for answer in answers),
     }  # fmt: skip
 

@@ -98,7 +98,7 @@ def measure_atoll(peers: int, params: int, codec: str, options: argparse.Namespa
             rounds.append({
                 "seconds": max(answer["whole"] for answer in answers) - began,
                 "commit_seconds": max(answer["committed"] for answer in answers) - began,
-                "sent": sum(answer["sent"] for answer in answers), "cpu": sum(answer["cpu"] for answer in answers),
+                "sent": sum(crew.ask("sent")), "cpu": sum(answer["cpu"] for answer in answers),
                 "daemon_cpu": sum(answer["daemon_cpu"] for answer in answers),
                 "loop_cpu": sum(answer["loop_cpu"] for answer in answers),
                 "identical": len({answer["commit"] for answer in answers}) == 1,
