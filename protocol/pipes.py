@@ -26,6 +26,8 @@ class Pipe:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._socket = sock
+        # For the event loop: given the socket, it makes a text of it, with two system calls, whenever it looks in vain.
+        self._number = sock.fileno()
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[None]] = set()
         self._moved = 0
@@ -53,7 +55,7 @@ class Pipe:
         """
         if self._listener is not None:
             self._listener = None
-            self._loop.remove_reader(self._socket)
+            self._loop.remove_reader(self._number)
         return await self._move(step, self._loop.add_reader, self._loop.remove_reader)
 
     def take(self, *into: memoryview | None) -> int | None:
@@ -88,14 +90,14 @@ class Pipe:
         """:meth:`wait_for`, and for something to be there; whoever begins to read takes over."""
         self._check()
         self._listener = news
-        self._loop.add_reader(self._socket, _wake, news)
+        self._loop.add_reader(self._number, _wake, news)
         try:
             await self.wait_for(news)
         finally:
             if self._listener is news:
                 self._listener = None
                 if not self.closed:
-                    self._loop.remove_reader(self._socket)
+                    self._loop.remove_reader(self._number)
 
     async def read_exactly(self, count: int) -> bytearray:
         """Read ``count`` bytes. Raises StreamClosed when it ends before."""
@@ -203,30 +205,31 @@ class Pipe:
         """Let go of the socket at once. Idempotent."""
         if not self.closed:
             self.closed = True
+            self._listener = None  # the number may soon be another's
             self.interrupt()
             if not self._loop.is_closed():
-                self._loop.remove_reader(self._socket)
-                self._loop.remove_writer(self._socket)
+                self._loop.remove_reader(self._number)
+                self._loop.remove_writer(self._number)
             self._socket.close()
 
     def _check(self) -> None:
         if self._interrupted or self.closed:
             raise StreamClosed("the stream was closed on this side")
 
-    async def _ready(self, add: Callable[..., Any], remove: Callable[[socket.socket], Any]) -> None:
+    async def _ready(self, add: Callable[..., Any], remove: Callable[[int], Any]) -> None:
         future: asyncio.Future[None] = self._loop.create_future()
         self._waiting.add(future)
-        add(self._socket, _wake, future)
+        add(self._number, _wake, future)
         self._moved = 0
         try:
             await future
         finally:
             self._waiting.discard(future)
             if not self.closed:
-                remove(self._socket)
+                remove(self._number)
 
     async def _move(
-        self, step: Callable[[], bool | None], add: Callable[..., Any], remove: Callable[[socket.socket], Any]
+        self, step: Callable[[], bool | None], add: Callable[..., Any], remove: Callable[[int], Any]
     ) -> bool:
         """Call ``step`` now, and whenever the socket is ready, until it answers; a cancellation loses nothing."""
         await self._pace()
@@ -250,14 +253,14 @@ class Pipe:
             future.set_result(None)
 
         self._waiting.add(future)
-        add(self._socket, ready)
+        add(self._number, ready)
         self._moved = 0
         try:
             await future
         finally:
             self._waiting.discard(future)
             if not self.closed:
-                remove(self._socket)
+                remove(self._number)
         self._moved = 0
         if answer is None:
             raise failure

@@ -560,6 +560,33 @@ def test_who_begins_to_read_takes_over_from_a_writer_that_listens() -> None:
     play(test)
 
 
+def test_a_closed_stream_lets_go_of_its_number() -> None:
+    """Numbers of sockets are used again at once: who reads from a closed stream must not touch another's."""
+
+    async def test() -> None:
+        a, b = pair()
+        a._pipe._pipe._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
+        sending = asyncio.create_task(a.send(bytes(1 << 20)))
+        await asyncio.sleep(0.05)
+        number = a._pipe._pipe._socket.fileno()
+        assert a._pipe._pipe._listener is not None
+        a.abort()
+        near, far = socket.socketpair()
+        assert number in (near.fileno(), far.fileno())
+        loop = asyncio.get_running_loop()
+        loop.add_reader(number, lambda: None)
+        with pytest.raises(StreamClosed):
+            await a.receive()
+        with pytest.raises(StreamClosed):
+            await sending
+        assert loop.remove_reader(number), "it is still watched for its new owner"
+        near.close()
+        far.close()
+        await end(a, b)
+
+    play(test)
+
+
 def test_the_last_word_ends_both_and_what_was_sent_before_it_arrives() -> None:
     async def test() -> None:
         a, b = pair()
