@@ -929,11 +929,13 @@ def manifest_bytes(run_id: bytes) -> bytes:
 
 
 def suggested_chunk(parameters: int, largest: int = 0) -> int:
-    """Elements in a chunk: a power of two near a 64th of the model, between 2^12 and 2^20; and where matrices travel as
-    factors, the largest of them having so many elements, one that holds it whole, up to 2^20."""
+    """Elements in a chunk where a round averages so many: a power of two near a 128th of them, between 2^12 and 2^20;
+    and where matrices travel as factors, the largest of them having so many elements, one that holds it whole, up to
+    2^20. The first average of a part can go out when its first chunk is in, so few chunks make a link wait; each costs
+    a little time of a processor, so many do, too."""
     if largest:
         return max(min(1 << (largest - 1).bit_length(), 1 << 20), suggested_chunk(parameters))
-    return min(max(1 << max(parameters // 64, 1).bit_length() - 1, 1 << 12), 1 << 20)
+    return min(max(1 << max(parameters // 128, 1).bit_length() - 1, 1 << 12), 1 << 20)
 
 
 def read_manifest_file(path: str | os.PathLike[str]) -> bytes:

@@ -426,8 +426,8 @@ def test_suggested_chunk(parameters: int) -> None:
     chunk = suggested_chunk(parameters)
     assert chunk & (chunk - 1) == 0
     assert 2**12 <= chunk <= 2**20
-    if 2**18 <= parameters < 2**26:
-        assert chunk <= parameters / 64 < 2 * chunk
+    if 2**19 <= parameters < 2**27:
+        assert chunk <= parameters / 128 < 2 * chunk
 
 
 def test_explain_serves_other_models() -> None:
