@@ -7,6 +7,8 @@ These are exports, for generating text and for other tools. What a peer restarts
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,26 @@ def load(path: Path, *, run: str | None = None, model: ModelConfig | None = None
     if {n: (t.shape, t.dtype) for n, t in tensors.items()} != {s.name: (s.shape, np.dtype("f4")) for s in specs}:
         raise CheckpointError(f"{path} holds other tensors than its model ({_short(own)}) has")
     return Checkpoint(np.concatenate([tensors[s.name].ravel() for s in specs]), own, metadata)
+
+
+def keep(path: Path, folder: Path) -> Path | None:
+    """Keep the checkpoint at ``path`` in ``folder``, which whoever writes it won't tidy: as links, or as copies where
+    there are none. Both files or neither: None when the checkpoint is gone already, or there is no room."""
+    kept = folder / path.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for suffix in (".safetensors", ".json"):
+            source, target = path.with_suffix(suffix), kept.with_suffix(suffix)
+            target.unlink(missing_ok=True)
+            try:
+                os.link(source, target)
+            except OSError:
+                shutil.copyfile(source, target)
+    except OSError:
+        for suffix in (".json", ".safetensors"):
+            kept.with_suffix(suffix).unlink(missing_ok=True)
+        return None
+    return kept
 
 
 def _run_of(data: bytes) -> str | None:

@@ -493,13 +493,21 @@ def compare(
             "--step-time",
             min=1e-6,
             metavar="SECONDS",
-            help="Of one inner step, for the simulated wall time, and for rounds by time. [default: as measured here]",
+            help="Of one inner step, for the simulated wall time, and for rounds by time, in rows without a "
+            "scenario.step_time. [default: as measured here]",
             show_default=False,
         ),
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", "-j", min=1, max=1024, help="Runs at a time. [default: one a core]", show_default=False),
+        typer.Option(
+            "--jobs",
+            "-j",
+            min=1,
+            max=1024,
+            show_default=False,
+            help="Simulated runs at a time; one with real nodes is alone. [default: one a core]",
+        ),
     ] = None,
     minutes: Annotated[
         float | None,

@@ -178,19 +178,22 @@ def step_seconds(lines: Sequence[Line], given: float | None) -> dict[str, float]
 
 def curve(line: Line, seconds: float | None, link: Link) -> dict[str, list[float]]:
     """Means over the seeds of ``loss``, ``tokens``, ``bytes`` and ``seconds`` (of real runs as measured, else on the
-    link), point by point."""
+    link), at the points that all of them have: real nodes may be ahead of who keeps their checkpoints."""
     trips = STEP_TRIPS if line.row.scenario.method == "data-parallel" else ROUND_TRIPS
-    found: dict[str, list[list[float]]] = {"loss": [], "tokens": [], "bytes": [], "seconds": []}
+    curves = list[dict[int, Mapping[str, Any]]]()
     for result in _whole(line):
-        points = result["curve"]
-        for key in ("loss", "tokens", "bytes"):
-            found[key].append([point[key] for point in points])
-        if line.row.scenario.real:
-            found["seconds"].append([point["seconds"] for point in points])
-        elif seconds is not None:
+        points = [dict(point) for point in result["curve"]]
+        if seconds is not None and not line.row.scenario.real:
             ticks = [point["tick"] for point in points]
-            found["seconds"].append(wall_times(ticks, unpack_transfers(result["transfers"]), seconds, link, trips))
-    return {key: [statistics.fmean(values) for values in zip(*lists, strict=False)] for key, lists in found.items()}
+            times = wall_times(ticks, unpack_transfers(result["transfers"]), seconds, link, trips)
+            for point, at in zip(points, times, strict=True):
+                point["seconds"] = at
+        curves.append({point.get("outer_step", index): point for index, point in enumerate(points)})
+    shared = sorted(set.intersection(*map(set, curves))) if curves else []
+    return {
+        key: [statistics.fmean(points[at][key] for points in curves) for at in shared if key in curves[0][at]]
+        for key in ("loss", "tokens", "bytes", "seconds")
+    }
 
 
 def _kind(line: Line) -> str:

@@ -96,13 +96,13 @@ def _run_all(rows: list[Row], terms: Terms, results: Results, options: CompareOp
     """Run until nothing is missing; False when interrupted."""
     find = _finder(results, options)
     deadline = time.monotonic() + 60 * options.minutes if options.minutes is not None else math.inf
-    # Real nodes are many processes that share the cores already.
-    parallel = options.jobs or (1 if any(row.scenario.real for row in rows) else len(os.sched_getaffinity(0)))
+    parallel = options.jobs or len(os.sched_getaffinity(0))
+    how = f"{parallel} at a time" + (", those with real nodes alone" if any(row.scenario.real for row in rows) else "")
     with Interrupts() as interrupts, Family() as family:
         runner = Runner(results, options.out, parallel, console, interrupts, family, deadline)
         while jobs := survey(rows, terms, find)[1]:
             console.print(
-                f"{len(jobs)} runs, {sum(job.tokens for job in jobs) / 1e6:.1f}M tokens, {parallel} at a time",
+                f"{len(jobs)} runs, {sum(job.tokens for job in jobs) / 1e6:.1f}M tokens, {how}",
                 highlight=False,
             )
             if not runner.run(jobs):
@@ -174,7 +174,7 @@ def chosen(study: Study, options: CompareOptions) -> list[Row]:
     if options.aa:
         rows.insert(1, aa_row(first))
     if options.baseline:
-        rows.insert(1, baseline_row(first, options.rates))
+        rows.insert(1, baseline_row(first, options.rates, options.tokens or study.tokens, options.peers))
     if options.only is None:
         return rows
     try:

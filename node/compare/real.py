@@ -6,7 +6,6 @@ that they write when they have ended.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import statistics
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.node import checkpoint
-from atoll.node.swarm.launch import Interrupted, start_bootstrap, start_node
+from atoll.node.swarm.launch import Interrupted, relayed, start_bootstrap, start_node
 from atoll.node.swarm.ledger import Event, Ledger
 from atoll.node.swarm.processes import Child, Family, Interrupts, child_environment
 from atoll.node.swarm.table import exit_text
@@ -34,7 +33,8 @@ SAMPLE = 8
 TICK = 0.25
 """Seconds between two looks at the event logs."""
 PATIENCE = 600.0
-"""Seconds without a commit after which the run is given up, or ten times what commits have taken at most."""
+"""Seconds without a commit or an inner step of anybody after which the run is given up, or ten times what commits have
+taken at most."""
 
 
 @dataclass
@@ -49,6 +49,8 @@ class _Nodes:
     step_times: dict[str, float] = field(default_factory=dict)
     trained: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """Of each node's first and newest commit: when, and the seconds in inner steps until then."""
+    codes: dict[str, int] = field(default_factory=dict)
+    """Exit codes of those that have ended, all of whose events are known."""
     kept: dict[int, Path] = field(default_factory=dict)
     """Checkpoints by outer step; of each node's only the newest stay where they are."""
 
@@ -68,6 +70,7 @@ class _Nodes:
                 self.ledger.add(child.name, event)
                 self._note(child.name, event)
             if code is not None:
+                self.codes[child.name] = code
                 self.ledger.ended(child.name, code)
 
     def _note(self, name: str, event: Event) -> None:
@@ -77,33 +80,52 @@ class _Nodes:
         elif kind == "commit" and "trained" in event:
             self.trained[name] = [*self.trained.get(name, [])[:1], (event["t"], event["trained"])]
         elif kind == "checkpoint" and event["outer_step"] not in self.kept:
-            path = Path(event["path"])
-            kept = self.folder / "kept" / path.name
-            kept.parent.mkdir(exist_ok=True)
-            with contextlib.suppress(OSError):  # of a node that is far ahead of this reader they are gone again
-                for suffix in (".safetensors", ".json"):
-                    os.link(path.with_suffix(suffix), kept.with_suffix(suffix))
+            kept = checkpoint.keep(Path(event["path"]), self.folder / "kept")
+            if kept is not None:  # of a node that is far ahead of this reader they may be gone again
                 self.kept[event["outer_step"]] = kept
 
-    def watch(self, outer_steps: int, on_progress: Callable[[int, int], None]) -> None:
-        """Wait until all nodes have ended. Raises :class:`ResourceError` when nothing is committed for too long."""
-        last = time.monotonic()
-        seen, longest = 0, 0.0
-        while any(child.code is None for child in self.children):
+    def watch(self, manifest: Manifest, on_progress: Callable[[int, int], None]) -> None:
+        """Wait until all nodes have ended.
+
+        Raises what a node fails with, as soon as it does (the others would go on without it, and that is another run),
+        and :class:`ResourceError` when one leaves early, or when none makes an inner step or a commit for too long.
+        """
+        rules, outer_steps = manifest.round, manifest.outer_steps
+        # Until a round by time is due, nodes may have no samples left.
+        patience = PATIENCE + (rules.every if rules.by == "time" else 0)
+        last = committed = time.monotonic()
+        commits, steps, longest = 0, list[int](), 0.0
+        while len(self.codes) < len(self.children):
             if self.interrupts.wait(TICK):
                 raise Interrupted
             self.collect()
+            self._check_ends(outer_steps)
             now = time.monotonic()
-            if len(self.ledger.commits) != seen:
-                if seen:
-                    longest = max(longest, now - last)
-                seen, last = len(self.ledger.commits), now
+            made = [row.steps for row in self.ledger.rows.values()]
+            if len(self.ledger.commits) != commits:
+                longest = max(longest, now - committed) if commits else 0.0
+                commits, committed = len(self.ledger.commits), now
                 on_progress(min(self.ledger.outer_step, outer_steps), outer_steps)
-            elif now - last > max(PATIENCE, 10 * longest):
-                raise ResourceError(
-                    f"no commit for {now - last:.0f} s, after {self.ledger.outer_step} of {outer_steps} outer steps"
-                )
-        self.collect()
+            elif made == steps:
+                if now - last > max(patience, 10 * longest):
+                    raise ResourceError(
+                        f"no commit and no inner step for {now - last:.0f} s, after {self.ledger.outer_step} of "
+                        f"{outer_steps} outer steps"
+                    )
+                continue
+            last, steps = now, made
+
+    def _check_ends(self, outer_steps: int) -> None:
+        for child in self.children:
+            code = self.codes.get(child.name)
+            if code is None or (code == 0 and self.ledger.outer_step >= outer_steps):
+                continue
+            words = child.last_words()
+            message = (
+                f"{child.name} ended ({exit_text(code)}) after {self.ledger.outer_step} of {outer_steps} outer steps"
+                + (f": {words}" if words else "")
+            )
+            raise relayed(child, message)
 
     def utilisation(self) -> float | None:
         """The mean share of the time between first and last commit that trainers spent in inner steps."""
@@ -120,8 +142,8 @@ def run_real(
 ) -> dict[str, Any]:
     """Run it to its end, in ``folder``, and score it; as :func:`.simulate.simulate` answers.
 
-    Raises :class:`Interrupted`, :class:`ResourceError` when the nodes do not finish the run, and what the bootstrap
-    peer fails with.
+    Raises :class:`Interrupted`, :class:`ResourceError` when the nodes do not finish the run, and what one of them or
+    the bootstrap peer fails with.
     """
     rates = {name: float(manifest.inner[name]) * scenario.rate for name in ("lr", "adamw_lr")}
     every = max(manifest.outer_steps // POINTS, 1)
@@ -131,22 +153,15 @@ def run_real(
     with Interrupts() as interrupts, Family() as family:
         nodes = _Nodes(family, interrupts, folder)
         nodes.start(scenario.peers)
-        nodes.watch(manifest.outer_steps, on_progress)
+        nodes.watch(manifest, on_progress)
     _check(nodes, manifest.outer_steps)
     return _result(nodes, manifest)
 
 
 def _check(nodes: _Nodes, outer_steps: int) -> None:
     ledger = nodes.ledger
-    if ledger.outer_step < outer_steps or outer_steps not in nodes.kept:
-        ends = "; ".join(
-            f"{child.name}: {exit_text(child.code or 0)}{', ' + words if (words := child.last_words()) else ''}"
-            for child in nodes.children
-            if child.code
-        )
-        raise ResourceError(
-            f"the nodes ended after {ledger.outer_step} of {outer_steps} outer steps{': ' if ends else ''}{ends}"
-        )
+    if outer_steps not in nodes.kept:
+        raise ResourceError(f"the last checkpoint, of outer step {outer_steps}, could not be kept: is there room?")
     if not ledger.digests_equal():
         raise RuntimeError(f"the nodes' state digests differ after rounds {ledger.unequal_rounds()}")
 
@@ -165,6 +180,7 @@ def _result(nodes: _Nodes, manifest: Manifest) -> dict[str, Any]:
         found, commit = checkpoint.load(path), by_step[step]
         curve.append(
             {
+                "outer_step": step,
                 "seconds": commit.seen - commits[0].seen,
                 "tokens": commit.tokens,
                 "bytes": sum(size for number, size in sent.items() if number <= commit.round),

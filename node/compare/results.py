@@ -36,7 +36,17 @@ SOURCES = (
 """What a result depends on besides its manifest and scenario. (numba's kernels give numpy's bits, or are not used.)"""
 
 
-REAL_SOURCES = ("node/*.py", "node/data/*.py", "bootstrap/*.py", "protocol/*.py", "protocol/codecs/*.py")
+REAL_SOURCES = (
+    "node/*.py",
+    "node/compare/real.py",
+    "node/data/*.py",
+    "node/swarm/launch.py",
+    "node/swarm/ledger.py",
+    "node/swarm/processes.py",
+    "bootstrap/*.py",
+    "protocol/*.py",
+    "protocol/codecs/*.py",
+)
 """The same of a run with real nodes."""
 
 
@@ -46,7 +56,10 @@ def code_version(real: bool = False) -> str:
     import importlib.metadata
 
     root = Path(atoll.__file__).parent
-    total = blake3(f"torch {importlib.metadata.version('torch')} numpy {np.__version__}\n".encode())
+    libraries = f"torch {importlib.metadata.version('torch')} numpy {np.__version__}"
+    if real:
+        libraries += f" hivemind {importlib.metadata.version('hivemind')}"
+    total = blake3(f"{libraries}\n".encode())
     for pattern in REAL_SOURCES if real else SOURCES:
         for path in sorted(root.glob(pattern)):
             total.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())

@@ -15,10 +15,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from atoll.node.swarm.launch import relayed
 from atoll.node.swarm.processes import Child, Family, Interrupts, child_environment
-from atoll.node.swarm.table import human_time
-from atoll.protocol import errors
-from atoll.protocol.errors import AtollError
+from atoll.node.swarm.table import exit_text, human_time
 
 from .results import Results, code_version, commit
 from .study import Job
@@ -37,6 +36,19 @@ class _Running:
     seen: int = 0
     """Bytes of its output that have been read."""
     result: dict[str, Any] | None = None
+
+
+def _take(queue: list[Job], running: Sequence[Job]) -> Job | None:
+    """Take out what is to be started next beside these; None: they have to end first. Real nodes share the cores
+    already, so such a run is alone; simulated ones of the same seed do not wait for it."""
+    if not queue or any(job.row.scenario.real for job in running):
+        return None
+    if not running or not queue[0].row.scenario.real:
+        return queue.pop(0)
+    for index, job in enumerate(queue):
+        if job.seed == queue[0].seed and not job.row.scenario.real:
+            return queue.pop(index)
+    return None
 
 
 @dataclass
@@ -67,8 +79,10 @@ class Runner:
         last_line = time.monotonic()
         with live if live is not None else contextlib.nullcontext():
             while queue or running:
-                while queue and len(running) < self.parallel and time.monotonic() < self.deadline:
-                    running.append(self._start(queue.pop(0)))
+                while len(running) < self.parallel and time.monotonic() < self.deadline:
+                    if (job := _take(queue, [each.job for each in running])) is None:
+                        break
+                    running.append(self._start(job))
                 if not running:
                     return False
                 interrupted = self.interrupts.wait(TICK)
@@ -114,8 +128,9 @@ class Runner:
         self.family.children.pop(run.child.name)
         run.child.tail.close()
         if run.result is None:
-            words = run.child.last_words() or f"it ended with code {code}"
-            raise _error(code)(f"the run {run.job.row.name!r} at seed {run.job.seed} failed: {words}")
+            words = run.child.last_words() or f"it ended without a word ({exit_text(code)})"
+            message = f"the run {run.job.row.name!r} at seed {run.job.seed} failed: {words}"
+            raise relayed(run.child, message)
         self._keep(run)
         return True
 
@@ -155,11 +170,3 @@ class Runner:
         if done > 0 and elapsed > 5:
             text += f"; {human_time(left * elapsed / done)} left"
         return text
-
-
-def _error(code: int) -> type[AtollError]:
-    """The kind of error that this exit code stands for."""
-    for kind in (errors.ConfigError, errors.DataError, errors.StateError, errors.VersionError, errors.ManifestError):
-        if kind.exit_code == code:
-            return kind
-    return errors.ResourceError

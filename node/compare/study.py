@@ -26,6 +26,7 @@ A study file is TOML::
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import tomllib
@@ -308,13 +309,18 @@ class Job:
     """With this seed's initial parameters, and as many rounds as the budget allows."""
 
     @property
-    def tokens(self) -> int:
-        """About how many tokens it trains on: what its work is measured by."""
+    def ticks(self) -> int:
+        """How long it takes."""
         from .simulate import run_ticks
 
+        rules = self.manifest.round
+        return run_ticks(self.row.scenario, self.manifest.budget.rounds, rules, _step_tokens(self.manifest))
+
+    @property
+    def tokens(self) -> int:
+        """About how many tokens it trains on: what its work is measured by."""
         scenario = self.row.scenario
-        ticks = run_ticks(scenario, self.manifest.budget.rounds, self.manifest.round, _step_tokens(self.manifest))
-        return round(ticks * scenario.peers * _mean_speed(scenario) * _step_tokens(self.manifest))
+        return round(self.ticks * scenario.peers * _mean_speed(scenario) * _step_tokens(self.manifest))
 
     def describe(self) -> dict[str, Any]:
         """All that is to be told to whoever runs it."""
@@ -402,12 +408,37 @@ def aa_row(reference: Row) -> Row:
     )
 
 
-def baseline_row(reference: Row, rates: tuple[float, ...]) -> Row:
-    """Synchronous data-parallel training at equal tokens and steps, with its own sweep of the learning rate."""
-    scenario = Scenario(method="data-parallel", peers=reference.scenario.peers, budget=reference.scenario.budget)
-    return replace(
+def baseline_row(reference: Row, rates: tuple[float, ...], tokens: int | None, peers: int) -> Row:
+    """Synchronous data-parallel training at equal tokens and steps, with its own sweep of the learning rate.
+
+    tokens, peers: as of :func:`job`. Raises :class:`UsageError` where nobody can know the reference's tokens.
+    """
+    was = reference.scenario
+    if was.real and reference.manifest.round.by == "time":
+        raise UsageError(
+            f'--baseline: row {reference.name!r} is run by real nodes with manifest.round.by = "time", so how many '
+            "tokens it takes is known when it is over, and the baseline is to have as many; leave --baseline out, or "
+            "let the first row be a simulated one"
+        )
+    scenario = Scenario(method="data-parallel", peers=was.peers, budget=was.budget)
+    row = replace(
         reference, name="data-parallel", scenario=scenario, against=None, margin=None, chosen={},
         sweep={"scenario.rate": rates} if len(rates) > 1 else {},
+    )  # fmt: skip
+    theirs = job(reference, 0, tokens, peers)
+    steps = theirs.ticks if was.budget == "time" else round(theirs.ticks * _mean_speed(was))
+    with contextlib.suppress(UsageError):  # H steps may be more than all of theirs
+        if job(row, 0, tokens, peers).ticks == steps:
+            return row
+    # Rounds are nothing but a measure here, so they may be shorter.
+    most = reference.manifest.round.inner_steps
+    rules = {
+        "by": "steps", "every": 0, "overlap": 0, "merge": "carry", "fragments": 1, "least_steps": 0,
+        "weights": "tokens", "inner_steps": next(each for each in range(most, 0, -1) if steps % each == 0),
+    }  # fmt: skip
+    return replace(
+        row, manifest=changed(row.manifest, {"round": rules}), tokens=steps * was.peers * _step_tokens(row.manifest),
+        scenario=scenario.model_copy(update={"budget": "tokens"}),
     )  # fmt: skip
 
 

@@ -7,7 +7,16 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from atoll.protocol.errors import AtollError, DataError, ManifestError, NetworkError, ResourceError, StateError
+from atoll.protocol.errors import (
+    AtollError,
+    DataError,
+    ManifestError,
+    NetworkError,
+    ResourceError,
+    StateError,
+    UsageError,
+    VersionError,
+)
 
 from .processes import Child, Family, Interrupts
 from .table import exit_text
@@ -48,12 +57,19 @@ def start_node(
     return family.start(name, out / name, [*arguments, *LISTEN, "--log", "plain", *more], env)
 
 
-def relayed(child: Child) -> AtollError:
-    """A child's failure as an error of ours with the same exit code."""
-    kinds = {3: ManifestError, 4: NetworkError, 5: DataError, 6: StateError, 7: ResourceError}
+def relayed(child: Child, message: str = "") -> AtollError:
+    """A child's failure as an error of ours with the same exit code.
+
+    message: default: its last words. Raises RuntimeError when what it ended with is no error but a defect.
+    A signal is an error of the machine.
+    """
+    kinds = {
+        2: UsageError, 3: ManifestError, 4: NetworkError, 5: DataError, 6: StateError, 7: ResourceError, 8: VersionError
+    }  # fmt: skip
     code = child.code or 0
-    message = child.last_words() or f"{child.name} ended without a word ({exit_text(code)})"
-    kind = kinds.get(code)
+    said = message or child.last_words() or f"{child.name} ended without a word ({exit_text(code)})"
+    kind = kinds.get(code) if 0 < code < 128 else ResourceError
     if kind is None:
-        raise RuntimeError(f"{child.name}: {message} (all of its output is in {child.output})")
-    return kind(message)
+        where = f" (all of its output is in {child.output})"
+        raise RuntimeError((said if message else f"{child.name}: {said}") + where)
+    return kind(said)

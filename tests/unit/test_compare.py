@@ -368,9 +368,40 @@ def test_tables_say_what_is_known(manifest: Manifest, tmp_path: Path) -> None:
 
 
 def test_the_baseline_is_swept_and_has_no_circumstances(manifest: Manifest) -> None:
-    row = baseline_row(Row("a", manifest, Scenario(lost=0.5, speeds=(1, 1, 2, 4))), (0.5, 1.0))
+    row = baseline_row(Row("a", manifest, Scenario(lost=0.5, speeds=(1, 1, 2, 4))), (0.5, 1.0), None, 4)
     assert row.scenario.lost == 0
     assert len(row.variants()) == 2
+
+
+@pytest.mark.parametrize("tokens", [None, 40_000])
+@pytest.mark.parametrize(
+    ("rules", "circumstances"),
+    [
+        ({}, {}),
+        ({}, {"speeds": (1, 2, 2, 4)}),
+        ({"by": "tokens", "every": 7 * 256, "grace": 0.0}, {}),
+        ({"by": "tokens", "every": 7 * 256, "grace": 0.0}, {"real": True}),
+        ({"by": "tokens", "every": 7 * 256, "grace": 0.0}, {"budget": "time", "speeds": (1, 1, 2, 2)}),
+        ({"by": "time", "every": 13, "grace": 0.0, "overlap": 2}, {"step_time": 1.0}),
+        ({"by": "time", "every": 3, "grace": 0.0}, {"step_time": 1.5}),
+    ],
+)
+def test_the_baseline_has_the_tokens_of_its_reference(
+    manifest: Manifest, rules: dict[str, Any], circumstances: dict[str, Any], tokens: int | None
+) -> None:
+    row = Row("a", changed(manifest, {"round": rules}), Scenario(**circumstances))
+    theirs = job(row, 0, tokens, 4)
+    own = job(baseline_row(row, (1.0,), tokens, 4), 0, tokens, 4)
+    if row.scenario.budget == "time":
+        assert own.ticks == theirs.ticks
+    else:  # a step of everybody is not divided
+        assert abs(own.tokens - theirs.tokens) < 256
+
+
+def test_no_baseline_for_real_nodes_whose_rounds_go_by_time(manifest: Manifest) -> None:
+    row = Row("a", changed(manifest, {"round": {"by": "time", "every": 60, "grace": 0.0}}), Scenario(real=True))
+    with pytest.raises(UsageError, match="known when it is over"):
+        baseline_row(row, (1.0,), 40_000, 4)
 
 
 def test_real_nodes_and_simulated_peers_in_one_study(manifest: Manifest, tmp_path: Path) -> None:
