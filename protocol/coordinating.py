@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from .calling import Calling, make_seal, unite
-from .control import Busy, Call, Enter, Refuse, Release, Sealed
+from .control import Busy, Call, Enter, Heard, Refuse, Release, Sealed
 from .core import Core
 from .engagement import Engagement
 from .errors import ResourceError
@@ -105,6 +105,7 @@ class Coordinating:
         self._messenger.post_all(called, call)
         own: tuple[Member, Snapshot] | None = None
         self._timing.rest(now)
+        speaking = asyncio.get_running_loop().create_task(self._speak(calling))
         try:
             own = await self._training.enter(call)
             # A step may take longer than T on a large island, and a peer answers a call after its step.
@@ -159,14 +160,23 @@ class Coordinating:
                 if peer not in inside:
                     self._messenger.post(peer, Release(calling.nonce))
             calling.entered.clear()
+            speaking.cancel()
             snapshot = own[1]
             own = None
             await self._rounds.run(sealed, snapshot)
         except ResourceError as error:
             await self._timing.stand_back(error)
         finally:
+            speaking.cancel()
             self._engagement.calling = None
             self._messenger.post_all(calling.entered, Release(calling.nonce))
             if own is not None:
                 await self._training.withdraw(call)
             self._engagement.whose = None
+
+    async def _speak(self, calling: Calling) -> None:
+        """Until the seal, those who have entered wait for a sign of life; their reports, which are answered, may go to
+        others, and a step of this peer's own, or a late member, may take longer than T."""
+        while True:
+            await asyncio.sleep(self._silence / 3)
+            self._messenger.post_all(calling.entered, Heard(self._core.head, self._core.last_round))

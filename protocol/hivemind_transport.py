@@ -523,7 +523,7 @@ class HivemindTransport(Transport):
     # Streams
 
     def _protocol(self, protocol: str) -> str:
-        return f"/atoll/2/{self._run}/{protocol}"
+        return f"/atoll/3/{self._run}/{protocol}"
 
     def _stream(self, pipe: Pipe, peer: PeerId) -> FrameStream:
         stream = FrameStream(pipe, peer, clock=self.now, on_moved=self._moved, on_closed=self._finishing)

@@ -786,7 +786,9 @@ class Manifest(_Section):
         for section, values in cls.SUGGESTED.items():
             raw[section] = {**values, **sections.pop(section, {})}
         raw |= sections
-        raw["state"] = {"parameters": parameters, "theta0": theta0, "chunk": suggested_chunk(parameters)} | raw["state"]
+        fragments = raw["round"].get("fragments")
+        averaged = parameters // fragments if isinstance(fragments, int) and fragments > 0 else parameters
+        raw["state"] = {"parameters": parameters, "theta0": theta0, "chunk": suggested_chunk(averaged)} | raw["state"]
         steps = raw["round"]["inner_steps"]
         if isinstance(steps, int):
             first = raw["round"].setdefault("first_lease", 2 * steps)

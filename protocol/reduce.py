@@ -13,6 +13,7 @@ reducer closes the stream, a little later; anything else that comes after an end
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -216,7 +217,10 @@ class Reducer:
                     if waited > self._silence:
                         self._leave_out(member, f"no chunk {index} in {self._silence:.1f} s")
                     elif silent > self._silence:
-                        self._leave_out(member, f"nothing from it in {self._silence:.1f} s, chunk {index} is due")
+                        why = (
+                            f"nothing from it in {self._silence:.1f} s" if silent < math.inf else "it gave the round up"
+                        )
+                        self._leave_out(member, f"{why}, chunk {index} is due")
                     elif now > self._cutoff:
                         self._leave_out(member, f"no chunk {index} before the round's cut-off")
                     elif self._waited[member] > self._silence and now > self._due(index):

@@ -75,6 +75,7 @@ class Segments:
         self._reading = False
         # What goes
         self._sent = 0
+        self._written = 0  # of them, up to the end of the last segment that is written whole
         self._acknowledged = 0
         self._asked = 0  # where an acknowledgement was last asked for
         self._window = _FIRST_WINDOW
@@ -253,11 +254,13 @@ class Segments:
                     part = part[: longest - size]
                 pieces.append(part)
                 size += len(part)
-            async with self._writing:
-                await self._settle()
-                await self._segment(size, pieces, on_progress)
-            if self._owed():  # since; the other side may be waiting for it, as we are about to
-                self._pay()
+            try:
+                async with self._writing:
+                    await self._settle()
+                    await self._segment(size, pieces, on_progress)
+            finally:
+                if self._owed():  # since; the other side may be waiting for it, as we are about to
+                    self._pay()
 
     async def _segment(self, size: int, pieces: list[memoryview], on_progress: Callable[[int], None] | None) -> None:
         began, written, asked = self._clock(), 0, self._asked
@@ -266,6 +269,8 @@ class Segments:
             nonlocal written
             data = max(0, written + count - _HEAD.size) - max(0, written - _HEAD.size)
             written += count
+            if written == _HEAD.size + size:
+                self._written = self._sent
             if on_progress is not None and data:
                 on_progress(data)
 
@@ -325,7 +330,7 @@ class Segments:
         now, end, began = self._clock(), 0, 0.0
         full = 2 * (self._sent - self._acknowledged) >= self._window
         self._acknowledged += new
-        while self._awaited and end < self._acknowledged:
+        while self._awaited and end < self._acknowledged <= self._written:
             end, began = self._awaited.popleft()
         if not new or end != self._acknowledged:
             raise PeerMisbehaved("an acknowledgement of what was not asked for", self._peer)

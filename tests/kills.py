@@ -180,8 +180,12 @@ def death(setting: Setting, quiet: Calm, phase: str, kind: str, victim: str, at:
     later: list[float] = []
 
     def next_commit() -> bool:
-        later[:] = [when for when in swarm.committed_at.values() if when > moment]
+        # A commit of leases alone brings nobody on.
+        later[:] = [when for commit, when in swarm.committed_at.items() if when > moment and weighs(commit)]
         return bool(later)
+
+    def weighs(commit: bytes) -> bool:
+        return any(member.weight for member in swarm.commits[commit].body.seal.members)
 
     watched.run(next_commit)
     if swarm.violations:

@@ -428,6 +428,46 @@ def test_a_write_that_was_cancelled_before_it_began_has_asked_for_nothing() -> N
     play(test)
 
 
+def unbegun() -> tuple[Segments, socket.socket, asyncio.Task[None]]:
+    """A stream on which a segment that asks waits to be written, and nothing of it is."""
+    near, far = socket.socketpair()
+    far.setblocking(False)
+    segments = Segments(Pipe(near), PeerId("other"), time.monotonic)
+    segments._pipe._moved = 1 << 30  # so that the pipe lets others go first
+    return segments, far, asyncio.create_task(segments.write(memoryview(bytes(1 << 16))))
+
+
+def test_a_write_that_is_cancelled_leaves_no_acknowledgement_behind() -> None:
+    async def test() -> None:
+        segments, far, writing = unbegun()
+        await asyncio.sleep(0)
+        segments._left, segments._asks = 10, True
+        segments._took(10)
+        assert there(far) == b"", "the writer is to take it along"
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        assert await get(far, 5) == head(1, 10)
+        segments.close()
+        far.close()
+
+    play(test)
+
+
+def test_what_is_not_written_yet_cannot_be_acknowledged() -> None:
+    async def test() -> None:
+        segments, far, writing = unbegun()
+        await asyncio.sleep(0)
+        assert segments._awaited
+        with pytest.raises(PeerMisbehaved):
+            segments._heard(1 << 16)
+        writing.cancel()
+        assert isinstance((await asyncio.gather(writing, return_exceptions=True))[0], asyncio.CancelledError)
+        segments.close()
+        far.close()
+
+    play(test)
+
+
 def test_the_window_follows_the_time_that_acknowledgements_take() -> None:
     async def test() -> None:
         near, far = socket.socketpair()
@@ -441,6 +481,7 @@ def test_the_window_follows_the_time_that_acknowledgements_take() -> None:
             size = int(segments.window * share)
             for _ in range(4):
                 segments._sent += size // 4
+                segments._written = segments._sent
                 segments._awaited.append((segments._sent, now))
             now += seconds
             segments._heard(segments._sent % (1 << 32))
