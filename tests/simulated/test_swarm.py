@@ -423,7 +423,10 @@ def test_nobody_is_put_off_where_everybody_does_its_part() -> None:
 
     def look(name: str, event: str, fields: dict[str, Any]) -> None:
         peer = swarm.life(name).peer
-        wrongly.extend((name, event, t) for t in ("_reluctant", "_deaf", "_sealless") if getattr(peer, t))
+        away = {
+            "reluctant": peer._succession.reluctant, "sealless": peer._succession.sealless, "deaf": peer._timing.deaf,
+        }  # fmt: skip
+        wrongly.extend((name, event, why) for why, who in away.items() if who.members())
 
     swarm.hooks.append(look)
     run(swarm)
