@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from .errors import AddressError
 from .identity import is_peer_id, public_key_of
@@ -215,6 +216,7 @@ class RunAddress:
         return tuple(dict.fromkeys(peer for peer in ids if peer is not None))
 
 
+@lru_cache(maxsize=512)
 def is_multiaddr(text: str) -> bool:
     """Whether ``text`` is a multiaddress that peers of a run dial."""
     try:

@@ -264,7 +264,7 @@ class Guide:
 
     def worth(self, peer: PeerId, head: Head, own: Head) -> bool:
         """Whether the head that a peer claims should be looked into, from this peer's own."""
-        anchor = self.newest
+        anchor = self.anchors.newest
         if anchor is None:
             return better(head, own)
         if self.holds(own.id):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .averaged import check_all
+from .averaged import Averaged, check_all
 from .commits import averaged_of, check_child, contributed, members_in
 from .core import Core
 from .deadline import ASSUMED, encoded_size, transfer_seconds
@@ -83,7 +83,8 @@ class Applying:
         """Log a commit, apply it whole, and go on training. seconds: that it took, for the log."""
         body = commit.body
         await self._saving.done()
-        if not await self._is_sound(commit_id, commit, chunks):
+        checked = await self._check(commit_id, commit, chunks)
+        if checked is None:
             return
         try:
             await self._transport.offload(self._store.append, commit, chunks)
@@ -93,6 +94,7 @@ class Applying:
         applied = await self._transport.offload(
             self._core.replica.apply, body, commit_id, chunks, me=stake.me, rule=way.rule,
             frozen=stake.frozen if not isinstance(stake.frozen, Encoded) else None, local=way.local, shift=way.shift,
+            checked=checked,
         )  # fmt: skip
         self._note_members(body, stake.me)
         more = await self._handing.finish(commit_id, body, stake, way, applied)
@@ -103,15 +105,15 @@ class Applying:
         if chunks and (self._core.head.outer_step % self._manifest.state.checkpoint_every == 0 or self._core.finished):
             self._saving.begin()
 
-    async def _is_sound(self, commit_id: bytes, commit: Commit, chunks: list[bytes]) -> bool:
-        """Whether a commit may be applied here now; one that is false is never looked at again."""
-        body = commit.body
+    async def _check(self, commit_id: bytes, commit: Commit, chunks: list[bytes]) -> list[Averaged] | None:
+        """The averages of a commit, if it may be applied here now; one that is false is never looked at again."""
+        body, offload = commit.body, self._transport.offload
         try:
             check_child(body, self._core.replica.position, self._manifest, self._layout)
-            await self._transport.offload(check_all, body, chunks, self._layout, self._codec, self._manifest.merging)
+            checked = await offload(check_all, body, chunks, self._layout, self._codec, self._manifest.merging)
         except PeerMisbehaved as error:
             await self._spurn(commit_id, body, str(error))
-            return False
+            return None
         if await self._core.replica.digest(self._transport) != body.state:
             if await self._restoring.recover(body.state):
                 if self._island is not None:
@@ -120,11 +122,11 @@ class Applying:
             else:
                 # What every byte on disk says again is so; then the commit is what is wrong.
                 await self._spurn(commit_id, body, "it attests a state that is not its parent's")
-            return False
+            return None
         if body.seal.rank != (rank := self._core.replica.rank):
             await self._spurn(commit_id, body, f"its rank is {body.seal.rank}, and {rank} is in force")
-            return False
-        return True
+            return None
+        return checked
 
     def _note_members(self, body: Body, me: int | None) -> None:
         """What a commit says of those who were in it, this peer included."""

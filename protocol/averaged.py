@@ -63,7 +63,9 @@ def unpack(data: bytes, pieces: int | None = None) -> Averaged:
     end = start + NORM_BYTES * count
     if version != (VERSION if pieces is None else WITH_NORMS) or len(data) < end:
         raise PeerMisbehaved(f"an averaged chunk of version {version} and {len(data)} bytes")
-    norms = read(memoryview(data)[start:end]).reshape(pieces or 0, -1 if count else 0)
+    norms = np.empty((pieces or 0, 0), np.float32)
+    if count:
+        norms = read(memoryview(data)[start:end]).reshape(len(norms), -1)
     return Averaged(index, contributors, weight, memoryview(data)[end:], norms)
 
 

@@ -23,8 +23,12 @@ def order(
     First who led the fewest void rosters on this base, the unreachable after all others, then by rank.
     Nobody is ever excluded: with everyone else gone the last in order leads.
     """
-    ordered = sorted(peers, key=rank)
+    return put_back(sorted(peers, key=rank), voids, unreachable)
+
+
+def put_back(ranked: list[PeerId], voids: Mapping[PeerId, int], unreachable: Iterable[PeerId]) -> list[PeerId]:
+    """:func:`order`, of candidates by rank; the same list when nothing is held against anybody."""
     away = set(unreachable)
-    if away or voids:
-        ordered.sort(key=lambda peer: (peer in away, voids.get(peer, 0)))
-    return ordered
+    if not (away or voids):
+        return ranked
+    return sorted(ranked, key=lambda peer: (peer in away, voids.get(peer, 0)))

@@ -62,6 +62,7 @@ class Core:
     def __post_init__(self) -> None:
         self.me = self.transport.peer_id
         self.silence = self.manifest.round.silence
+        self._outer_steps = self.manifest.outer_steps
         self.replica = None  # type: ignore[assignment]
         self.base_since = self.transport.now()
         """When this peer came to its head."""
@@ -76,7 +77,7 @@ class Core:
     @property
     def finished(self) -> bool:
         """Whether the run's budget of outer steps is used up at this head."""
-        return self.head.outer_step >= self.manifest.outer_steps
+        return self.head.outer_step >= self._outer_steps
 
     @property
     def winding_up(self) -> bool:
@@ -106,8 +107,11 @@ class Core:
 
     def hear_round(self, message: Report | Heard) -> None:
         """Another tells of the last round that it knows."""
-        if message.head == self.head and message.round <= self.head.round + MAX_ROUND_GAP // 2:
-            self.last_round = max(self.last_round, message.round)
+        if message.round <= self.last_round:
+            return
+        head = self.head
+        if message.head == head and message.round <= head.round + MAX_ROUND_GAP // 2:
+            self.last_round = message.round
 
     def set_state(self, state: State, reason: str = "") -> None:
         if state != self.state:

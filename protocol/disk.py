@@ -206,9 +206,10 @@ class MemoryDisk(Disk):
 
     def _put(self, name: str, data: bytes | bytearray) -> None:
         with self._guard:
-            used = sum(len(held) for other, held in self.files.items() if other != name)
-            if self.capacity is not None and used + len(data) > self.capacity:
-                raise disk_error(Path(str(self)), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            if self.capacity is not None:
+                used = sum(len(held) for other, held in self.files.items() if other != name)
+                if used + len(data) > self.capacity:
+                    raise disk_error(Path(str(self)), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
             self.files[name] = data
 
     def names(self, folder: str) -> list[str]:

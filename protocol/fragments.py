@@ -149,6 +149,8 @@ class Accounts:
     def progress(self, of: Progress, fragment: int) -> Progress:
         """The island's progress, as it counts for one fragment."""
         more = self._more[fragment]
+        if not (more.steps or more.tokens or more.units):
+            return of
         # Below 0 by what an island that died had lost to this fragment already, and now to all.
         return Progress(
             max(of.steps + more.steps, 0), max(of.tokens + more.tokens, 0), max(of.units + more.units, 0), of.leased,
@@ -169,10 +171,10 @@ class Accounts:
         more = self._more[fragment]
         return of.steps + more.steps, of.tokens + more.tokens, of.units + more.units
 
-    def wanting(self, of: Progress, fragment: int) -> int:
+    def wanting(self, steps: int, fragment: int) -> int:
         """Inner steps until this peer has done its part for a round of that fragment: H since its last contribution,
-        and fewer for the first."""
-        return max(self.inner_steps - self._early[fragment] - self.progress(of, fragment).steps, 0)
+        and fewer for the first. steps: those that it has done, as they count for that fragment."""
+        return max(self.inner_steps - self._early[fragment] - steps, 0)
 
     def age(self, fragment: int) -> int:
         """Rounds of a fragment that have missed what this peer has for it (:mod:`.stale`)."""

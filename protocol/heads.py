@@ -68,12 +68,13 @@ class Heads:
 
     def learn(self, peer: PeerId, head: Head) -> None:
         """A peer says what its head is."""
-        if self.claimed.get(peer) == self._core.head != head:
+        own = self._core.head
+        if self.claimed.get(peer) == own != head:
             self._wake.set()  # it may have stood before this peer
         self.claimed[peer] = head
         if peer in self.doubts:
             return
-        if self._guide.worth(peer, head, self._core.head):
+        if self._guide.worth(peer, head, own):
             self.ahead[peer] = head
             self._wake.set()
         else:
@@ -98,7 +99,7 @@ class Heads:
 
     def owes(self) -> bool:
         """Whether this peer has had a better head than its own is now."""
-        return self._store.prefers(self.owed, self._core.head)
+        return self.owed != GENESIS and self._store.prefers(self.owed, self._core.head)
 
     def new_head(self) -> None:
         """The own head is another."""

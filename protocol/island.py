@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     from .encoder import Encoder
 
 
-@dataclass(frozen=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """How far the island is since its last contribution. Cheap to read at any time."""
 
     steps: int = 0
@@ -35,7 +35,7 @@ class Progress:
     """Seconds per inner step, an exponential average; 0 before the first step."""
     loss: float | None = None
     """Training loss of the latest steps, nats per token."""
-    fields: dict[str, float] = field(default_factory=dict)
+    fields: dict[str, float] = msgspec.field(default_factory=dict)
     """More for the event log (learning rate, memory, …)."""
 
 

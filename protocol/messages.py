@@ -226,8 +226,8 @@ def head_of(body: Body, commit_id: bytes) -> Head:
 
 def better(a: Head, b: Head) -> bool:
     """Whether head ``a`` is better than ``b``: weight, then height, then the smaller id."""
-    return (a.weight, a.height, _negated(a.id)) > (b.weight, b.height, _negated(b.id))
-
-
-def _negated(id: bytes) -> int:
-    return -int.from_bytes(id, "big")
+    if a.weight != b.weight:
+        return a.weight > b.weight
+    if a.height != b.height:
+        return a.height > b.height
+    return a.id < b.id

@@ -12,6 +12,7 @@ from .control import Control
 from .errors import NetworkDown, PeerMisbehaved, PeerUnreachable, TransportError
 from .messages import MAX_MEMBERS, decode, encode
 from .transport import PeerId, Stream, Transport
+from .wakeup import Wakeup
 
 PROTOCOL = "control/1"
 MAX_HEARD = 8192
@@ -52,7 +53,7 @@ def message_limit(chunks: int) -> int:
 @dataclass
 class _Link:
     queue: deque[bytes] = field(default_factory=deque)
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    wake: Wakeup = field(default_factory=Wakeup)
     task: asyncio.Task[None] | None = None
     stream: Stream | None = None
     used: bool = False
@@ -239,12 +240,8 @@ class Messenger:
                     if link.queue and link.queue[0] is data:
                         link.queue.popleft()
                 link.used = False
-                try:
-                    async with asyncio.timeout(self._idle):
-                        await link.wake.wait()
-                except TimeoutError:
-                    if not link.queue and not link.used:
-                        return
+                if not (await link.wake.wait(self._idle) or link.queue or link.used):
+                    return
         finally:
             stream, link.stream = link.stream, None
             if stream is not None:
@@ -257,11 +254,14 @@ class Messenger:
         if not self._admits(peer):
             self._refused(peer, "the manifest does not admit this peer")
             return
+
+        def take(data: bytes) -> None:
+            self._handler(peer, _read(data, peer))
+
         self.watch(stream)
         self._note(peer, self._transport.now())
         try:
-            while True:
-                self._handler(peer, _read(await stream.receive(self._limit), peer))
+            await stream.each(take, self._limit)
         except PeerMisbehaved as error:
             self._refused(peer, str(error))
         finally:

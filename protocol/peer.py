@@ -46,6 +46,7 @@ from .fetch import Fetcher
 from .flights import Flights
 from .handing_over import HandingOver
 from .heads import Heads
+from .holdups import HoldUps
 from .identity import Signer
 from .incoming import Incoming
 from .island import Island, Progress
@@ -160,6 +161,9 @@ class Peer:
             known=lambda peer: manifest.admits(peer) and peer in self.directory.known, refused=self._refuse,
             events=self._events,
         )  # fmt: skip
+        self._hold_ups = HoldUps(
+            transport.now, self._held_up, every=self._silence / 5, most=self._silence / 2
+        )  # fmt: skip
         self._tasks = Tasks()
         self._core = core = Core(
             transport=transport, signer=signer, manifest=manifest, layout=self.layout,
@@ -264,9 +268,10 @@ class Peer:
             if self.island is not None:
                 spawn(self._prober.run())
                 await self._training.begin(await self._keeping.restore())
-            tasks = self.directory.publish(), self.directory.read(), self._reporting.run(), self._watch_clock()
+            tasks = self.directory.publish(), self.directory.read(), self._reporting.run()
             for work in (*tasks, self.guide.keep(), self.clock.run()):
                 spawn(work)
+            self._hold_ups.start()
             await asyncio.wait([spawn(self._main(), name="peer")])
             if self._tasks.failure is not None:
                 raise self._tasks.failure
@@ -283,6 +288,7 @@ class Peer:
 
     async def _leave(self) -> None:
         self._core.set_state("leaving")
+        self._hold_ups.stop()
         await self._tasks.end()  # a round that is cut off leaves its last streams to be seen off
         await self._saving.leave()
         await self.messenger.close()
@@ -297,12 +303,13 @@ class Peer:
             # What changes by news wakes this task; what comes due by time alone is noted on the agenda. The rest, like
             # the state that a record names, is found out late at no cost.
             self._agenda.begin(self._silence)
-            if lost := self._flights.lost(core.head):
-                await self._rounds.ground("another roster committed in its place", lost)
-                continue
-            if (flight := self._flights.landing(core.head)) is not None:
-                await self._rounds.land(flight)
-                continue
+            if self._flights:
+                if lost := self._flights.lost(core.head):
+                    await self._rounds.ground("another roster committed in its place", lost)
+                    continue
+                if (flight := self._flights.landing(core.head)) is not None:
+                    await self._rounds.land(flight)
+                    continue
             if (following := self._incoming.to_follow()) is not None:
                 await self._applying.follow(*following)
                 continue
@@ -324,7 +331,7 @@ class Peer:
                     await self._entering.take_part(invitation)
                     continue
                 rested = self._agenda.reached(self._timing.rests_until)
-                if rested and (due := self._timing.due()) is not None and self._timing.leads():
+                if rested and (due := self._timing.due()) is not None:
                     await self._coordinating.call(due)
                     continue
                 if self._agenda.reached(self._keeping.at):
@@ -343,19 +350,13 @@ class Peer:
         waited = self.transport.now() - self._core.base_since
         return waited > self._silence / 2 and all(self._heads.claimed.get(peer) == self.head for peer in live)
 
-    async def _watch_clock(self) -> None:
-        """When this process was held up (suspended, starved), silence proves nothing: reset, and ask for heads."""
-        step = self._silence / 5
-        while True:
-            before = self.transport.now()
-            await asyncio.sleep(step)
-            late = self.transport.now() - before - step
-            if late > self._silence / 2:
-                self._events("warning", message=f"this process was held up for {late:.1f} s; it asks for the head")
-                self.messenger.forgive()
-                self._core.base_since = self.transport.now()
-                if self.island is not None:
-                    self.messenger.post_all(self.directory.known, self._reports.own())
+    def _held_up(self, seconds: float) -> None:
+        """This process was suspended, or starved, so silence proves nothing: reset, and ask for heads."""
+        self._events("warning", message=f"this process was held up for {seconds:.1f} s; it asks for the head")
+        self.messenger.forgive()
+        self._core.base_since = self.transport.now()
+        if self.island is not None:
+            self.messenger.post_all(self.directory.known, self._reports.own())
 
     # --- news ----------------------------------------------------------------------------------------------------
 

@@ -88,9 +88,16 @@ class Radial:
         self._starts = [0, *accumulate(self.sizes)]
         self._plain = frozenset(embeddings)
         self._firsts: dict[int, list[int]] = {}
+        self._pieces: dict[tuple[int, int], tuple[Piece, ...]] = {}
 
     def pieces(self, fragment: int, index: int) -> tuple[Piece, ...]:
         """The pieces of such tensors in a chunk of a fragment, in order."""
+        known = self._pieces.get((fragment, index))
+        if known is None:
+            known = self._pieces[fragment, index] = self._cut(fragment, index)
+        return known
+
+    def _cut(self, fragment: int, index: int) -> tuple[Piece, ...]:
         span = self._layout.fragment(fragment).span(index)
         found, at = [], span.start
         tensor = bisect_right(self._starts, at) - 1
@@ -255,9 +262,12 @@ def read(data: BytesLike) -> Floats:
 
 def bounded(norms: Sequence[float]) -> list[float]:
     """Norms of one tensor, each at most a hundred times the largest of the others, unless these are all 0."""
+    if len(norms) < 2:
+        return list(norms)
+    second, largest = sorted(norms)[-2:]
     found = []
-    for i, norm in enumerate(norms):
-        others = max((other for j, other in enumerate(norms) if j != i), default=0.0)
+    for norm in norms:
+        others = second if norm == largest else largest
         found.append(min(norm, TIMES * others) if others else norm)
     return found
 

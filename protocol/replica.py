@@ -222,6 +222,7 @@ class Replica:
         local: Floats | None = None,
         shift: Floats | None = None,
         rule: Overlap = CARRY,
+        checked: Sequence[Averaged] | None = None,
     ) -> Applied:
         """Take one outer step of the commit's fragment; CPU-heavy, to be run off the event loop. Nothing of the other
         fragments is looked at or changed.
@@ -233,9 +234,12 @@ class Replica:
         when the peer has paused since the freeze.
         shift: instead of ``local``, while training goes on: where to write how θ moves, by ``rule``; may be the array
         ``frozen``, whose use is over with the commit.
+        checked: what :func:`.averaged.check_all` has said of these chunks, if it was asked.
         """
         # Everything is checked before the first write; then chunk after chunk, so that it takes no memory to speak of.
-        averages = check_all(body, chunks, self.layout, self.codec, self.manifest.merging)
+        averages = checked
+        if averages is None:
+            averages = check_all(body, chunks, self.layout, self.codec, self.manifest.merging)
         lengthen = self._lengthen(body, averages)
         outer = self.manifest.outer
         check_outer(outer.lr, outer.momentum, outer.optimizer)

@@ -18,7 +18,8 @@ class Reports:
         self._training = training
         self._transport = core.transport
         self._me = core.me
-        self._manifest = core.manifest
+        self._schedule = core.manifest.schedule
+        self._layout = core.layout
         self._island = core.island
         self._messenger = core.messenger
         self._directory = core.directory
@@ -30,34 +31,31 @@ class Reports:
     def own(self) -> Report:
         """What this peer reports of itself."""
         assert self._island is not None
+        core, accounts = self._core, self._training.accounts
         self._training.note_life()
-        counted = self._island.progress()
-        progress = self._training.accounts.progress(counted, self._core.fragment)
-        ready, eta = self._manifest.schedule.own(
-            progress, self._training.accounts.wanting(counted, self._core.fragment),
-            outer_step=self._core.head.outer_step, elapsed=self._core.elapsed(),
+        head = core.head
+        at, outer_step = self._flights.next(head), head.outer_step
+        fragment = self._layout.due(outer_step if at is None else at)
+        progress = accounts.progress(self._island.progress(), fragment)
+        steps = progress.steps
+        ready, eta = self._schedule.own(
+            progress, accounts.wanting(steps, fragment), outer_step=outer_step, elapsed=core.elapsed(),
             peers=len(self._directory.candidates()) + 1,
         )  # fmt: skip
-        if self._flights.next(self._core.head) is None:
+        if at is None:
             # As many rounds are in flight as may be.
             ready, eta = False, max(eta, self._silence)
         return Report(
-            self._core.head,
-            progress.steps,
-            progress.tokens,
-            progress.leased,
-            ready,
-            eta,
-            progress.step_time,
-            self._core.last_round,
-        )
+            head, steps, progress.tokens, progress.leased, ready, eta, progress.step_time, core.last_round
+        )  # fmt: skip
 
     def live(self) -> dict[PeerId, Report]:
         """Peers at this head whose reports are fresh; the own one included."""
         head, now, silence = self._core.head, self._transport.now(), self._silence
         live = {
             peer: report for peer, (report, at) in self.heard.items()
-            if self._flights.knows(report.head, head) and (now < at + silence or now < self.gone_at(peer, at))
+            if (report.head == head or self._flights.knows(report.head, head))
+            and (now < at + silence or now < self.gone_at(peer, at))
         }  # fmt: skip
         if self._island is not None:
             live[self._me] = self.own()

@@ -486,12 +486,13 @@ class Round:
         if self.outcome.done():
             return
         count, needed = len(self.peers), majority(len(self.peers))
-        floor = self.started
-        lost = {
-            member for member in range(count)
-            if member in self._gone
-            or (member != self.me and self.around.messenger.silent_for(self.peers[member], floor) > 2 * self.silence)
-        }  # fmt: skip
+        floor, messenger = self.started, self.around.messenger
+        lost = set(self._gone)
+        if self.around.transport.now() - floor > 2 * self.silence:
+            lost |= {
+                member for member in range(count)
+                if member != self.me and messenger.silent_for(self.peers[member], floor) > 2 * self.silence
+            }  # fmt: skip
         voted = {member for proposal in self.proposals.values() for member in proposal.votes}
         free = count - len(voted | lost)
         best = max((len(proposal.votes) for proposal in self.proposals.values()), default=0)

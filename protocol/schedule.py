@@ -93,11 +93,11 @@ class Schedule:
         """Seconds until the next round is due, by the reports of those live peers that have samples or tokens: 0 when
         it is, infinite when nobody can tell."""
         needed = max(1, min(self.quorum, len(trainers)))
-        ready = sorted(0.0 if told.ready else told.eta or math.inf for told in trainers)[needed - 1]
+        ready = sorted([0.0 if told.ready else told.eta or math.inf for told in trainers])[needed - 1]
         if self.by == "steps" or outer_step >= self.regular:
             return ready
         # A quorum has something to hand over.
-        bringing = sorted(0.0 if told.tokens else told.eta or math.inf for told in trainers)[needed - 1]
+        bringing = sorted([0.0 if told.tokens else told.eta or math.inf for told in trainers])[needed - 1]
         if self.by == "time":
             # A coordinator that has just come goes by the others' clocks.
             return max(bringing, 0.0 if ready == 0 else self.seconds - elapsed, 0.0)

@@ -14,7 +14,10 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from .errors import FrameTooLarge, StreamClosed
 from .simloop import DEAD, FROZEN, RUNNING, SimHandle, SimLoop, SimProcess
@@ -106,20 +109,17 @@ class Nic:
         return any(other is wire.other(self) and wire.open for wire in self.wires.values())
 
 
-class Piece:
+class Piece(msgspec.Struct, eq=False):
     """Some bytes of one pipe, and the frames that end in them."""
 
-    __slots__ = ("earliest", "eof", "frames", "head", "pipe", "size")
-
-    def __init__(self, pipe: Pipe) -> None:
-        self.pipe = pipe
-        self.size = 0
-        self.frames: list[bytes] = []
-        self.head: int | None = None
-        """Length of the frame that begins or goes on in this piece without ending in it."""
-        self.eof = False
-        self.earliest = 0.0
-        """When the downlink may begin to take it: its first byte is there."""
+    pipe: Pipe
+    size: int = 0
+    frames: list[bytes] = msgspec.field(default_factory=list)
+    head: int | None = None
+    """Length of the frame that begins or goes on in this piece without ending in it."""
+    eof: bool = False
+    earliest: float = 0.0
+    """When the downlink may begin to take it: its first byte is there."""
 
 
 class Uplink:
@@ -204,13 +204,13 @@ class Downlink:
         pipe = piece.pipe
         if self._current is None and not self._small and not self._bulk:
             # Between two events the line may have been free: count from when the first byte was there.
-            start = max(self.free_at, piece.earliest)
-            self.free_at = start + piece.size / self.rate
-            if self.free_at <= self.loop.clock + 1e-9:
+            start = self.free_at if self.free_at > piece.earliest else piece.earliest
+            self.free_at = end = start + piece.size / self.rate
+            if end <= self.loop.clock + 1e-9:
                 pipe.deliver(piece)
             else:
                 self._current = piece
-                self.loop.kernel_at(self.free_at, self._done)
+                self.loop.kernel_at(end, self._done)
             return
         pipe.arriving.append(piece)
         if len(pipe.arriving) == 1:
@@ -302,16 +302,13 @@ class Pipe:
     # -- the sender's side
 
     def push(self, frame: bytes) -> None:
-        size = HEADER + len(frame)
-        uplink = self._uplink
-        fits = self.accepted + size <= self.acknowledged + self.window
-        if fits and size <= PACKET and not self._queue and uplink.idle:
+        size, uplink = HEADER + len(frame), self._uplink
+        fits = size <= PACKET and self.accepted + size <= self.acknowledged + self.window
+        if fits and not self._queue and uplink.idle:
             # Most frames are one small message on a line that is free: what the queues would come to, at once.
             self.accepted += size
             self.transmitted += size
-            piece = Piece(self)
-            piece.size = size
-            piece.frames.append(frame)
+            piece = Piece(self, size, [frame])
             start = self._loop.clock
             uplink.free_at = end = start + size / uplink.rate
             self.travel(piece, start, end)
@@ -384,7 +381,7 @@ class Pipe:
     def travel(self, piece: Piece, start: float, end: float) -> None:
         """The piece leaves the uplink from ``start`` to ``end``."""
         link = self.link
-        delay = link.delay()
+        delay = link.delay() if link.jitter else link.latency
         first, last = start + delay, end + delay
         if link.bandwidth != math.inf:
             first = max(first, link.free_at)
@@ -393,9 +390,15 @@ class Pipe:
             setback = link.setback(piece.size)
             first += setback
             last += setback
-        self._last_arrival = last = max(last, self._last_arrival)
+        if last < self._last_arrival:
+            last = self._last_arrival
+        self._last_arrival = when = last
         need = piece.size / self._downlink.rate
-        self._deliver_at = when = max(last, first + need, self._deliver_at)
+        if when < first + need:
+            when = first + need
+        if when < self._deliver_at:
+            when = self._deliver_at
+        self._deliver_at = when
         piece.earliest = when - need
         self._loop.kernel_at(when, self._arrive, piece)
 
@@ -408,8 +411,7 @@ class Pipe:
         """Tell the sender what has been read, unless the way back is cut."""
         if self.acknowledged != self.consumed and not self.back.cut:
             self.acknowledged = self.consumed
-            if self.writer.waits:
-                self.writer.drained()
+            self.writer.drained()
             if self._queue:
                 self._uplink.wake(self)
 
@@ -457,8 +459,8 @@ class Pipe:
         state = reader.nic.process.state
         if state == DEAD or (reader.closed and piece.size):
             self._refuse()
-        if state == DEAD:
-            return
+            if state == DEAD:
+                return
         self.arrived += piece.size
         self.partial = piece.head
         if reader.closed:
@@ -467,10 +469,11 @@ class Pipe:
             return
         wire = reader.wire
         for frame in piece.frames:
-            self.whole += HEADER + len(frame)
-            self.frames.append((self.whole, frame))
+            self.whole = whole = self.whole + HEADER + len(frame)
+            self.frames.append((whole, frame))
             wire.observe.delivered(wire, self.writer, reader, frame)
-        self.eof = self.eof or piece.eof
+        if piece.eof:
+            self.eof = True
         reader.arrived(frozen=state == FROZEN)
 
     def consume(self, position: int) -> None:
@@ -498,6 +501,14 @@ class SimStream(Stream):
         self._unreadable = False
         self._stale = False
         self._reader: asyncio.Future[None] | None = None
+        """What a task that receives waits for."""
+        self._handle: Callable[[bytes], None] | None = None
+        """What frames are for while a task waits in :meth:`each`; it runs in that task's context."""
+        self._context: Context | None = None
+        self._due = False
+        """Whether they are about to be handed over."""
+        self._failure: Exception | None = None
+        """What came of that."""
         self._writers: list[asyncio.Future[None]] = []
 
     @property
@@ -540,41 +551,82 @@ class SimStream(Stream):
     async def receive(self, limit: int = DEFAULT_FRAME_LIMIT) -> bytes:
         if self.nic.process.state == DEAD:
             await self.nic.loop.create_future()
-        pipe = self.incoming
+        while (frame := self._next(limit)) is None:
+            await self._wait(limit)
+        return frame
+
+    async def each(self, handle: Callable[[bytes], None], limit: int = DEFAULT_FRAME_LIMIT) -> None:
+        """As the interface says. Frames are handed over by a callback: the task that waits here is not woken for them,
+        since most of what happens in a simulation is a small frame for a handler."""
+        if self.nic.process.state == DEAD:
+            await self.nic.loop.create_future()
+        self._context = copy_context()
         while True:
-            if self.closed:
-                raise StreamClosed(f"the stream to {self.peer} was closed here; open another one to receive")
-            if self._unreadable:
-                raise StreamClosed(f"the stream to {self.peer} ended at a frame above the limit; close it")
-            if pipe.frames:
-                position, frame = pipe.frames[0]
-                size = len(frame)
-                if size > limit:
-                    self._check_limit(size, limit)
-                pipe.frames.popleft()
-                self._frames_received += size
-                if self.bytes_received < self._frames_received:
-                    self.bytes_received = self._frames_received
-                if position > pipe.consumed:
-                    pipe.consume(position)
-                return frame
-            if self.broken is not None:
-                raise StreamClosed(f"the stream to {self.peer} broke: {self.broken}")
-            if pipe.partial is not None:
-                self._check_limit(pipe.partial, limit)
-            if pipe.eof:
-                raise StreamClosed(f"{self.peer} closed the stream")
-            if self._reader is not None:
-                raise RuntimeError("two tasks receive from one stream at once")
-            self._limit = limit
-            # A plain future: nobody else ever sees it, so its hash does not matter.
-            self._reader = asyncio.Future(loop=self.nic.loop)
+            while (frame := self._next(limit)) is not None:
+                handle(frame)
+            self._handle = handle
+            try:
+                await self._wait(limit)
+            finally:
+                self._handle = None
+            if self._failure is not None:
+                raise self._failure
+
+    def _next(self, limit: int) -> bytes | None:
+        """The next frame, if it has arrived. Raises as :meth:`receive`."""
+        pipe = self.incoming
+        if self.closed:
+            raise StreamClosed(f"the stream to {self.peer} was closed here; open another one to receive")
+        if self._unreadable:
+            raise StreamClosed(f"the stream to {self.peer} ended at a frame above the limit; close it")
+        if pipe.frames:
+            position, frame = pipe.frames[0]
+            size = len(frame)
+            if size > limit:
+                self._check_limit(size, limit)
+            pipe.frames.popleft()
+            self._frames_received += size
+            if self.bytes_received < self._frames_received:
+                self.bytes_received = self._frames_received
+            pipe.consume(position)
+            return frame
+        if self.broken is not None:
+            raise StreamClosed(f"the stream to {self.peer} broke: {self.broken}")
+        if pipe.partial is not None:
+            self._check_limit(pipe.partial, limit)
+        if pipe.eof:
+            raise StreamClosed(f"{self.peer} closed the stream")
+        return None
+
+    async def _wait(self, limit: int) -> None:
+        """Until there may be something to receive."""
+        if self._reader is not None:
+            raise RuntimeError("two tasks receive from one stream at once")
+        self._limit = limit
+        # A plain future: nobody else ever sees it, so its hash does not matter.
+        self._reader = asyncio.Future(loop=self.nic.loop)
+        self._read_partial()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _hand_over(self) -> None:
+        """Frames have arrived for a task that is in :meth:`each`."""
+        self._due = False
+        reader, handle = self._reader, self._handle
+        if reader is None or handle is None:
+            return  # it has been woken by something else, and sees to them itself
+        try:
+            while (frame := self._next(self._limit)) is not None:
+                handle(frame)
+        except Exception as error:
+            self._failure = error
+            self._wake_reader()
+        else:
+            pipe = self.incoming
             if pipe.partial is not None or pipe.arrived > pipe.consumed:
                 self._read_partial()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
 
     def _check_limit(self, length: int, limit: int) -> None:
         if length > limit:
@@ -624,7 +676,11 @@ class SimStream(Stream):
             self.outgoing.drop()
             self._wake()
         elif (reader := self._reader) is not None:
-            if pipe.frames or (pipe.partial is not None and pipe.partial > self._limit):
+            if pipe.frames and self._handle is not None:
+                if not self._due:
+                    self._due = True
+                    self.nic.loop.call_soon(self._hand_over, context=self._context)
+            elif pipe.frames or (pipe.partial is not None and pipe.partial > self._limit):
                 if not reader.done():
                     reader.set_result(None)
             elif not frozen:
@@ -648,11 +704,6 @@ class SimStream(Stream):
         elif self.closed and self.broken is None:
             self.broken = reason
             self.outgoing.drop()
-
-    @property
-    def waits(self) -> bool:
-        """Whether somebody waits for room to send."""
-        return bool(self._writers)
 
     def drained(self) -> None:
         if self._writers and self.outgoing.accepted - self.outgoing.acknowledged <= self.outgoing.window:

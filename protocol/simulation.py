@@ -85,10 +85,10 @@ class Trace:
         """A frame has arrived over a wire, whose ends :meth:`add` has named; ``back``: at the end that opened it."""
         if self._loop._closing:
             return
-        now = self._loop.clock
-        self._hashed += _FRAME.pack(now, wire, len(frame), back)
-        self._hashed += frame
-        if len(self._hashed) > _HASH_AT_ONCE:
+        now, hashed = self._loop.clock, self._hashed
+        hashed += _FRAME.pack(now, wire, len(frame), back)
+        hashed += frame
+        if len(hashed) > _HASH_AT_ONCE:
             self._flush()
         if self.keep or self.hook is not None:
             self._note(now, "frame", (source, target, wire, len(frame)))
@@ -860,9 +860,10 @@ class SimNetwork(WireObserver):
         return wire
 
     def delivered(self, wire: Wire, source: SimStream, target: SimStream, frame: bytes) -> None:
-        source.nic.host.bytes_sent += len(frame)
-        target.nic.host.bytes_received += len(frame)
-        self.trace.frame(wire.serial, target is wire.near, source.nic.host.name, target.nic.host.name, frame)
+        there, here, size = source.nic.host, target.nic.host, len(frame)
+        there.bytes_sent += size
+        here.bytes_received += size
+        self.trace.frame(wire.serial, target is wire.near, there.name, here.name, frame)
 
     def broke(self, wire: Wire, end: SimStream, reason: str) -> None:
         self.trace.add("broke", wire.serial, end.nic.host.name, reason)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .candidates import order, rank
+from .candidates import put_back, rank
 from .core import Core
 from .heads import Heads
 from .putoff import PutOff
@@ -40,14 +40,9 @@ class Succession:
         """All candidates, this peer included, in the order in which they lead; not for the caller to write."""
         candidates = self._directory.candidates()
         if candidates is not self._ranked[0]:
-            ranked = order([*candidates, self._me], rank=self._rank, voids={}, unreachable=[])
-            self._ranked = (candidates, ranked)
-        ranked, away = self._ranked[1], self._messenger.unreachable()
-        for table in (self.reluctant, self.sealless):
-            away += table.members()
-        if not (away or self.voids):
-            return ranked
-        return order(ranked, rank=self._rank, voids=self.voids, unreachable=away)
+            self._ranked = (candidates, sorted([*candidates, self._me], key=self._rank))
+        away = self._messenger.unreachable() + self.reluctant.members() + self.sealless.members()
+        return put_back(self._ranked[1], self.voids, away)
 
     def _rank(self, peer: PeerId) -> bytes:
         known = self._ranks.get(peer)

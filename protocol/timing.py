@@ -40,9 +40,10 @@ class Timing:
         self._training = training
         self._transport = core.transport
         self._me = core.me
-        self._manifest = core.manifest
+        self._rules = core.manifest.round
+        self._schedule = core.manifest.schedule
         self._layout = core.layout
-        self._island = core.island
+        self._by_tokens = self._rules.by == "tokens"
         self._messenger = core.messenger
         self._directory = core.directory
         self._flights = core.flights
@@ -67,11 +68,10 @@ class Timing:
         """A report, the own or another's, may mean that a call is due."""
         # Once a quorum is ready, what the others still need decides about grace.
         waiting = self.quorum_since is not None or report.ready or not (report.leased or report.tokens)
-        waiting = waiting or self._manifest.round.by == "tokens"
-        if report.head == self._core.head and waiting:
+        if (waiting or self._by_tokens) and report.head == self._core.head:
             self._wake.set()
 
-    def leads(self) -> bool:
+    def _leads(self, live: dict[PeerId, Report]) -> bool:
         """Whether every candidate ahead of this peer is silent, or elsewhere, for long enough."""
         now = self._transport.now()
         for peer in self._succession.ordered():
@@ -85,32 +85,39 @@ class Timing:
             if here or not (self._messenger.failing(peer) or self._reached(since + self._silence)):
                 # The order must exclude nobody: if who is ahead does not call in all that time, this peer does.
                 ready = self.quorum_since if self.quorum_since is not None else now
-                return self._reached(ready + 3 * self._silence + self._grace())
+                return self._reached(ready + 3 * self._silence + self._grace(live))
         return True
 
-    def _grace(self, live: dict[PeerId, Report] | None = None) -> float:
-        """Seconds for which a coordinator waits for the late: a share of what the inner steps take. ``live`` as from
-        :meth:`.Reports.live`, if that is known."""
-        live = self._reports.live() if live is None else live
-        times = sorted(report.step_time for report in live.values() if report.step_time > 0)
+    def _grace(self, live: dict[PeerId, Report]) -> float:
+        """Seconds for which a coordinator waits for the late: a share of what the inner steps take."""
+        times = sorted([report.step_time for report in live.values() if report.step_time > 0])
         if not times:
             return 0.0
         # The lower median, and at most a few times the own pace: nobody stretches it by what it says of itself.
-        own = self._island.progress().step_time if self._island is not None else 0.0
+        own = live[self._me].step_time
         pace = times[(len(times) - 1) // 2]
         steps = self._training.accounts.inner_steps / self._layout.fragments
-        return self._manifest.round.grace * steps * (min(pace, 4 * own) if own else pace)
+        return self._rules.grace * steps * (min(pace, 4 * own) if own else pace)
 
     def due(self) -> Due | None:
-        """What to call now, if anything: a round when a quorum of the live is ready and grace is over; leases alone
-        when somebody has no samples and the next round is not near."""
-        rules, now = self._manifest.round, self._transport.now()
-        gap = self._core.last_round - self._core.head.round
-        if self._flights and (self._flights.next(self._core.head) is None or gap >= MAX_ROUND_GAP // 2):
+        """What this peer is to call now, if anything."""
+        head, flights = self._core.head, self._flights
+        gap = self._core.last_round - head.round
+        if flights and (flights.next(head) is None or gap >= MAX_ROUND_GAP // 2):
             return None  # until some have landed
+        live = self._reports.live()
+        due = self._of_all(live)
+        return due if due is not None and self._leads(live) else None
+
+    def _of_all(self, everyone: dict[PeerId, Report]) -> Due | None:
+        """What is to be called now, by whoever leads: a round when a quorum of the live is ready and grace is over;
+        leases alone when somebody has no samples and the next round is not near."""
+        rules, now = self._rules, self._transport.now()
+        head, flights = self._core.head, self._flights
         # Who does not answer calls makes no quorum, whatever it reports.
-        everyone = self._reports.live()
-        live = {peer: report for peer, report in everyone.items() if peer not in self.deaf}
+        live = everyone
+        if deaf := self.deaf.members():
+            live = {peer: report for peer, report in everyone.items() if peer not in deaf}
         if len(live) > 1:
             self.alone_since = now
         else:
@@ -122,8 +129,9 @@ class Timing:
             self.quorum_since = None
             return None
         trainers = [report for report in live.values() if report.leased or report.tokens]
-        outer_step, elapsed = self._core.head.outer_step, self._core.elapsed()
-        wait = self._manifest.schedule.wait(trainers, outer_step=outer_step, elapsed=elapsed) if trainers else 0.0
+        wait, elapsed = 0.0, self._core.elapsed()
+        if trainers:
+            wait = self._schedule.wait(trainers, outer_step=head.outer_step, elapsed=elapsed)
         if wait > 0:
             self.quorum_since = None
             if rules.by != "steps":  # of steps it is told
@@ -134,11 +142,11 @@ class Timing:
             ]  # fmt: skip
             # It costs next to nothing, but whoever says that it has no samples must not cause one after another.
             near = wait <= 2 * self._silence or not self._reached(self._core.base_since + self._silence / 2)
-            near = near or len(self._flights) > 0
+            near = near or len(flights) > 0
             return Due.LEASES if without and not near else None
         if self.quorum_since is None:
             self.quorum_since = now
-        if not trainers and self._flights:
+        if not trainers and flights:
             return None
         if not trainers:
             # Nobody has samples yet. Give those who are just starting a moment.

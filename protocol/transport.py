@@ -69,6 +69,12 @@ class Stream(ABC):
     async def receive(self, limit: int = DEFAULT_FRAME_LIMIT) -> bytes:
         """The next frame. Raises :class:`StreamClosed` at the end, :class:`FrameTooLarge` above ``limit``."""
 
+    async def each(self, handle: Callable[[bytes], None], limit: int = DEFAULT_FRAME_LIMIT) -> None:
+        """Give every frame to ``handle``, one after another; ends when :meth:`receive` would raise, or ``handle``
+        does, with what was raised."""
+        while True:
+            handle(await self.receive(limit))
+
     async def receive_view(self, limit: int = DEFAULT_FRAME_LIMIT) -> memoryview:
         """:meth:`receive` without a copy, where the transport can; the memory is the caller's."""
         return memoryview(await self.receive(limit))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 
 class Wakeup:
@@ -13,7 +13,7 @@ class Wakeup:
 
     def __init__(self) -> None:
         self._flag = False
-        self._waiters: dict[asyncio.Future[bool], None] = {}
+        self._waiters: list[asyncio.Future[bool]] = []
 
     def set(self) -> None:
         """Wake all who wait, and whoever waits before it is cleared."""
@@ -34,14 +34,14 @@ class Wakeup:
         if self._flag:
             return True
         loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[bool] = loop.create_future()
+        waiter: asyncio.Future[bool] = asyncio.Future(loop=loop)
         timer = loop.call_later(seconds, _expire, waiter)
-        self._waiters[waiter] = None
+        self._waiters.append(waiter)
         try:
             return await waiter
         finally:
             timer.cancel()
-            del self._waiters[waiter]
+            self._waiters.remove(waiter)
 
 
 def _expire(waiter: asyncio.Future[bool]) -> None:
@@ -72,9 +72,10 @@ class Agenda:
         """Whether that moment has come; if not, it looks again then."""
         if self._now() >= moment:
             return True
-        self.look_at = min(self.look_at, moment)
+        if moment < self.look_at:
+            self.look_at = moment
         return False
 
-    async def wait(self) -> None:
+    def wait(self) -> Awaitable[bool]:
         """Until it is to look again."""
-        await self.wake.wait(max(self.look_at - self._now(), 0.001))
+        return self.wake.wait(max(self.look_at - self._now(), 0.001))

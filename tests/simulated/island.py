@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -69,6 +69,8 @@ class SimulatedIsland(Island):
         self.fail_always = False
         self.revoked = 0
         """Units of leases that were taken back unused: their chain was left."""
+        self._time: Callable[[], float] | None = None
+        """The virtual clock."""
         self._spans: deque[Span] = deque()
         self._leased = 0
         self._units = 0
@@ -101,7 +103,9 @@ class SimulatedIsland(Island):
         return tuple(found)
 
     def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        if self._time is None:
+            self._time = asyncio.get_running_loop().time
+        return self._time()
 
     @property
     def leased(self) -> int:
@@ -113,6 +117,8 @@ class SimulatedIsland(Island):
         if self.paused or self.closed:
             return
         now = self._now()
+        if now - self._since < self.step_time:
+            return
         for _ in range(int((now - self._since) / self.step_time)):
             if self._until is not None and self._steps >= self._until:
                 self._still = self._still or self._since

@@ -16,6 +16,7 @@ import pytest
 
 from atoll.protocol.errors import FrameTooLarge, PeerUnreachable, SimulationError, StreamClosed
 from atoll.protocol.simfaults import Fault, Kind, inject, random_faults
+from atoll.protocol.simloop import current_process
 from atoll.protocol.simulation import EPOCH, SimHost, SimNetwork, SimTransport
 from atoll.protocol.transport import PeerId, Stream
 
@@ -346,6 +347,82 @@ def test_closing_delivers_what_was_sent_and_ends_both_sides() -> None:
     simulate(network, main)
     assert [[frame[0] for frame in frames] for frames in got] == [[0, 1, 2, 3, 4]]
     assert not b.transport.nic.wires
+
+
+@pytest.mark.parametrize("bandwidth", [float("inf"), 2e4])
+def test_frames_are_handed_over_as_they_are_received(bandwidth: float) -> None:
+    """By ``each`` at the times at which ``receive`` returns them, in the reader's own process, until the end."""
+    seen: dict[str, list[tuple[float, bytes]]] = {}
+    ends: list[str] = []
+
+    def run(how: str) -> str:
+        network = SimNetwork(seed=3, latency=0.05, jitter=0.5)
+        took = seen.setdefault(how, [])
+
+        async def read(stream: Stream) -> None:
+            def take(frame: bytes) -> None:
+                assert current_process() is b.transport.process
+                took.append((network.loop.time(), frame))
+
+            try:
+                if how == "each":
+                    await stream.each(take, 5000)
+                while True:
+                    take(await stream.receive(5000))
+            except (StreamClosed, FrameTooLarge) as error:
+                ends.append(type(error).__name__)
+
+        a, b = pair(network, read, upload=bandwidth, download=bandwidth)
+
+        async def main() -> None:
+            stream = await dial(a, b)
+            for size in (10, 3000, 0, 20, 4000):
+                await stream.send(bytes(size))
+            await asyncio.sleep(1)
+            await stream.send(b"alone")
+            b.freeze()
+            await stream.send(b"first")
+            await asyncio.sleep(1)
+            await stream.send(b"second")
+            await asyncio.sleep(1)
+            b.thaw()
+            await asyncio.sleep(1)
+            await stream.send(bytes(6000))
+            await asyncio.sleep(2)
+
+        network.run(main())
+        return network.trace.hexdigest()
+
+    assert run("each") == run("receive")
+    assert seen["each"] == seen["receive"]
+    assert [len(frame) for _, frame in seen["each"]] == [10, 3000, 0, 20, 4000, 5, 5, 6]
+    assert ends == ["FrameTooLarge", "FrameTooLarge"]
+
+
+def test_who_takes_frames_and_fails_ends_the_reading() -> None:
+    network = SimNetwork(seed=3, latency=0.05)
+    took: list[bytes] = []
+
+    async def read(stream: Stream) -> None:
+        def take(frame: bytes) -> None:
+            took.append(frame)
+            if frame == b"2":
+                raise ValueError("enough")
+
+        with pytest.raises(ValueError, match="enough"):
+            await stream.each(take)
+        took.append(await stream.receive())
+
+    a, b = pair(network, read)
+
+    async def main() -> None:
+        stream = await dial(a, b)
+        for frame in (b"1", b"2", b"3"):
+            await stream.send(frame)
+        await asyncio.sleep(1)
+
+    network.run(main())
+    assert took == [b"1", b"2", b"3"]
 
 
 def test_sending_to_a_side_that_has_closed_fails() -> None:
