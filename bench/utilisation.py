@@ -10,11 +10,11 @@ other, alike but for what is compared:
 
 ``in steps`` is the share of the time that trainers spent in inner steps, by their own account (``trained`` in their
 event logs), from a node's first commit (of leases: before it nobody has samples) to its last; the mean of the nodes,
-``least`` the least of them. ``held``: kept from them by rounds; ``waited``: without samples. ``loss``: nats per byte
-of the global parameters on the whole held-out text, as the last checkpoint within ``--seconds`` of the first commit
-holds them; the curve (``--json``) is scored on an eighth of it. ``sent``: what a node sends, ``on the wire`` with all
-headers; ``link busy``: the share of the uplinks' capacity that this is. The learning rate is constant, so that runs
-of equal time compare, whatever they have got done.
+``least`` the least of them. ``held``: kept from them by rounds, or to be saved; ``waited``: without samples. ``loss``:
+nats per byte of the global parameters on the whole held-out text, as the last checkpoint within ``--seconds`` of the
+first commit holds them; the curve (``--json``) is scored on an eighth of it. ``sent``: what a node sends, ``on the
+wire`` with all headers; ``link busy``: the share of the uplinks' capacity that this is. The learning rate is constant,
+so that runs of equal time compare, whatever they have got done.
 
 All trainers share this machine's cores with one another, with the nodes and with the emulated links: a step takes as
 long as that makes it (``step ms``), which is part of ``in steps``. So choose the model and H for which a round's steps
@@ -36,7 +36,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from atoll.node import checkpoint
 from atoll.node.swarm.processes import Child, Family, Interrupts, child_environment
+from atoll.protocol.errors import AtollError
 
 from ._common import Failed, Row, read_rows, table, write_rows
 from ._network import Network, Unavailable, round_trip
@@ -148,12 +150,9 @@ class Swarm:
 
     def _keep(self, event: dict[str, Any]) -> None:
         at = next(c for c in reversed(self.accounts[0].commits) if c["outer_step"] == event["outer_step"])
-        path = Path(event["path"])
-        kept = self.folder / "kept" / path.name
-        kept.parent.mkdir(exist_ok=True)
-        for suffix in (".safetensors", ".json"):
-            os.link(path.with_suffix(suffix), kept.with_suffix(suffix))
-        self.kept.append((at["t"], at["tokens"], kept))
+        kept = checkpoint.keep(Path(event["path"]), self.folder / "kept")
+        if kept is not None:  # else it was gone already
+            self.kept.append((at["t"], at["tokens"], kept))
 
     def run(self, seconds: float) -> tuple[float, float]:
         """Wait for the first commit, then so long; when they began and ended (wall clock)."""
@@ -172,18 +171,43 @@ class Swarm:
         self.follow()
 
 
+def asked(setting: str, options: argparse.Namespace) -> Row:
+    """What a row is measured with: the part of it by which it is found again, and beside which others may stand."""
+    several = setting == "overlapped"
+    return {
+        "setting": setting, "codec": "int4" if several else "float16", "fragments": options.fragments if several else 1,
+        "overlap": options.overlap if several else 0, "mbit": options.mbit, "rtt_ms": options.rtt,
+        "peers": options.peers, "congestion": options.congestion, "preset": options.preset,
+        "inner_steps": options.steps, "batch": options.batch, "context": options.context, "lr": options.lr,
+        "asked_seconds": options.seconds,
+    }  # fmt: skip
+
+
+def found(rows: list[Row], wanted: Row) -> Row | None:
+    """The newest row that was measured with all that."""
+    return next((row for row in reversed(rows) if all(row.get(key) == value for key, value in wanted.items())), None)
+
+
+def fresh(place: Path, name: str) -> Path:
+    """A folder that isn't there yet: an earlier run's may be."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(folder for each in names if not (folder := place / each).exists())
+
+
 def measure(setting: str, options: argparse.Namespace, folder: Path) -> Row:
     from atoll.node.run_defaults import new_manifest
     from atoll.protocol.identity import load_or_create_identity
 
-    several = {"fragments": options.fragments, "overlap": options.overlap} if setting == "overlapped" else {}
-    codec, parts = ("int4" if several else "float16"), several.get("fragments", 1)
-    folder.mkdir()
+    row = asked(setting, options)
+    codec, parts = row["codec"], row["fragments"]
+    several = {"fragments": parts, "overlap": row["overlap"]} if setting == "overlapped" else {}
     manifest = new_manifest(
         f"utilisation-{setting}", preset=options.preset, model={"context": options.context}, batch=options.batch,
         optimizer="adamw", lr=options.lr, inner={"final_lr": 1.0, "warmup": 1 / ROUNDS}, inner_steps=options.steps,
         quorum=options.peers, codec=codec, rounds=ROUNDS, state={"checkpoint_every": parts}, **several,
-    ).sign(load_or_create_identity(folder / "owner.key"))  # fmt: skip
+    )  # fmt: skip
+    folder.mkdir()
+    manifest = manifest.sign(load_or_create_identity(folder / "owner.key"))
     (folder / "run.toml").write_text(manifest.to_toml())
     load = os.getloadavg()[0]
     links = [options.mbit] * (options.peers + 1)
@@ -196,15 +220,12 @@ def measure(setting: str, options: argparse.Namespace, folder: Path) -> Row:
         swarm.start(options.peers)
         began, ended = swarm.run(options.seconds)
         wire = [now - before for now, before in zip(network.sent(), swarm.wire, strict=True)][: options.peers]
-        row = _row(swarm, began, ended)
+        row |= _row(swarm, began, ended)
         swarm.stop()
     step, curve = _scores(manifest, swarm, began, ended)
     seconds = ended - began
     return row | curve | {
-        "setting": setting, "codec": codec, "fragments": parts, "overlap": several.get("overlap", 0),
-        "mbit": options.mbit, "rtt_ms": options.rtt, "measured_ms": 1000 * swarm.round_trip, "peers": options.peers,
-        "congestion": options.congestion, "millions": manifest.state.parameters / 1e6, "inner_steps": options.steps,
-        "batch": options.batch, "context": options.context, "lr": options.lr, "asked_seconds": options.seconds,
+        "measured_ms": 1000 * swarm.round_trip, "millions": manifest.state.parameters / 1e6,
         "wire_mb": statistics.fmean(wire) / 1e6, "load": load, "cores": os.cpu_count(), "last_step": step,
         "rounds": row["outer_steps"] / parts,
         "busy": statistics.fmean(wire) * 8 / (options.mbit * 1e6 * seconds),
@@ -235,7 +256,6 @@ def _row(swarm: Swarm, began: float, ended: float) -> Row:
 
 def _scores(manifest: Any, swarm: Swarm, began: float, ended: float) -> tuple[int, Row]:
     """Outer steps of the last checkpoint in time; its loss, and the curve: seconds, tokens, loss on a sample."""
-    from atoll.node import checkpoint
     from atoll.node.evaluate import Evaluator
     from atoll.node.run_defaults import Tables
     from atoll.node.specs import tensor_specs
@@ -298,23 +318,27 @@ def main() -> int:
             place = options.folder
             place.mkdir(parents=True, exist_ok=True)
         for setting in options.settings:
-            if setting in [row["setting"] for row in rows]:
+            if found(rows, asked(setting, options)) is not None:
                 continue
             try:
-                rows.append(measure(setting, options, place / setting))
+                rows.append(measure(setting, options, fresh(place, setting)))
             except Unavailable as error:
                 print(f"links cannot be shaped on this machine: {error}", file=sys.stderr)
                 return 7
             except Failed as error:
                 print(f"{setting}: {error}", file=sys.stderr)
                 return 1
+            except AtollError as error:
+                print(f"{setting}: {error}", file=sys.stderr)
+                return error.exit_code
             except KeyboardInterrupt:
                 return 130
             write_rows(options.json, rows)
-    print(table(rows, COLUMNS))
-    found = {row["setting"]: row for row in rows}
-    if len(found) == len(SETTINGS):
-        print(_compared(found["plain"], found["overlapped"]))
+    # Rows of other options may stand in the same file.
+    own = {setting: row for setting in SETTINGS if (row := found(rows, asked(setting, options))) is not None}
+    print(table([row for setting, row in own.items() if setting in options.settings], COLUMNS))
+    if len(own) == len(SETTINGS):
+        print(_compared(own["plain"], own["overlapped"]))
     return 0
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import atoll
 from atoll.protocol.commits import Position
 from atoll.protocol.errors import AtollError
-from atoll.protocol.island import Island, Progress
+from atoll.protocol.island import Island
 from atoll.protocol.peer import Peer
 from atoll.protocol.shutdown import aside, ending, on_signals
 from atoll.protocol.theta0 import theta0
@@ -124,7 +124,7 @@ async def _live(
     """
     manifest = session.manifest
     exporter = _Exporter(session, export) if export is not None else None
-    counted = 0
+    counted, use = 0, UseOfTime()
 
     def events(event: str, /, **fields: Any) -> None:
         nonlocal counted
@@ -132,7 +132,7 @@ async def _live(
             # What this peer has sent since its last commit: nearly all of it is this round's.
             sent = session.transport.bytes_sent
             fields["bytes_sent"], counted = sent - counted, sent
-            fields |= _use_of_time(peer.progress)
+            fields |= use.of(peer)
         session.event(event, **fields)
         if event == "digest" and exporter is not None:
             exporter.digest(fields["commit"], fields["digest"])
@@ -161,7 +161,7 @@ async def _live(
             failure = task.exception()
             peer.stop()
 
-    tasks = [asyncio.create_task(work) for work in (_progress(session, peer, island), *beside)]
+    tasks = [asyncio.create_task(work) for work in (_progress(session, peer, use), *beside)]
     for task in tasks:
         task.add_done_callback(ended)
     try:
@@ -173,21 +173,21 @@ async def _live(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        _tell_progress(session, peer, island)  # the last second's bytes and tokens
+        _tell_progress(session, peer, use)  # the last second's bytes and tokens
     if failure is not None:
         raise failure
 
 
-async def _progress(session: Session, peer: Peer, island: Island | None) -> None:
+async def _progress(session: Session, peer: Peer, use: UseOfTime) -> None:
     book = PeerBook(session.folder)
     while True:
         records = {name: known.record for name, known in peer.directory.known.items()}
         book.note({name: record.addresses for name, record in records.items() if record and record.reachable})
-        _tell_progress(session, peer, island)
+        _tell_progress(session, peer, use)
         await asyncio.sleep(PROGRESS_EVERY)
 
 
-def _tell_progress(session: Session, peer: Peer, island: Island | None) -> None:
+def _tell_progress(session: Session, peer: Peer, use: UseOfTime) -> None:
     progress = peer.progress
     head = peer.head
     session.event(
@@ -195,14 +195,27 @@ def _tell_progress(session: Session, peer: Peer, island: Island | None) -> None:
         tokens=progress.tokens, contributed=peer.contributed, loss=progress.loss,
         tokens_per_s=progress.fields.get("tokens_per_s", 0.0), step_time=progress.step_time,
         leased=progress.leased, bytes_sent=session.transport.bytes_sent,
-        bytes_received=session.transport.bytes_received, peers=peer.company, **_use_of_time(progress),
+        bytes_received=session.transport.bytes_received, peers=peer.company, **use.of(peer),
     )  # fmt: skip
 
 
-def _use_of_time(progress: Progress) -> dict[str, float]:
-    """Seconds of the trainer so far, by what it did with them; empty where there is none."""
-    fields = progress.fields
-    return {name: round(fields[name], 3) for name in ("trained", "held", "waited") if name in fields}
+class UseOfTime:
+    """Seconds of a peer's trainer so far, by what it did with them. When the run is over they stand still: its trainer
+    stays frozen, and no round is to blame."""
+
+    def __init__(self) -> None:
+        self._final: dict[str, float] | None = None
+
+    def of(self, peer: Peer) -> dict[str, float]:
+        """``trained``, ``held`` and ``waited``; empty where there is no trainer."""
+        if self._final is not None and peer.finished:
+            return self._final
+        fields = peer.progress.fields
+        now: dict[str, float] = {
+            name: round(fields[name], 3) for name in ("trained", "held", "waited") if name in fields
+        }
+        self._final = now if peer.finished else None
+        return now
 
 
 class _Exporter:

@@ -7,8 +7,9 @@ Every line has ``t``, ``event`` and ``peer`` (see :mod:`atoll.protocol.eventlog`
 ``progress``    state, round, outer_step, steps, tokens, contributed, loss, tokens_per_s, bytes_sent, bytes_received,
                 peers, trained, held, waited; about every second. steps and tokens since the last contribution;
                 contributed: tokens averaged since the process began; bytes: payload bytes of streams since then; the
-                last three: seconds since the trainer was ready, in inner steps, kept from them by rounds (frozen, at
-                the limit of the overlap, to copy or move parameters), and without samples or a trainer
+                last three: seconds from when the trainer was ready to the end of the run, in inner steps, kept from
+                them by rounds (frozen, at the limit of the overlap, to copy or move parameters; also to save what it
+                has done, and to begin anew at another head), and without samples or a trainer
 ``seal``        round, roster, members, deadline, coordinator; with overlap stopped: seconds for which training stood
                 still to copy its parameters
 ``void``        round, roster, reason

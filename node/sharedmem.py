@@ -62,7 +62,8 @@ class Counters:
     """Seconds of all steps since the process of the peer began, that which is running excepted."""
     held: float = 0.0
     """Seconds for which rounds have kept it from training since then, the present while excepted: from a freeze to the
-    resume, at the limit of an overlap, for a copy or a move of its parameters."""
+    resume (one to save what it has done, and a new start at another head, are among them), at the limit of an overlap,
+    for a copy or a move of its parameters."""
     held_since: float = 0.0
     """``time.monotonic()`` when the present while began; 0 when nothing keeps it."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+import atoll
 from atoll.node.compare import report as reports
-from atoll.node.compare.analysis import Terms, survey
+from atoll.node.compare.analysis import Terms, curve, survey
 from atoll.node.compare.command import CompareOptions, chosen, read
 from atoll.node.compare.link import Link, Transfer, pack_transfers, unpack_transfers, wall_times
 from atoll.node.compare.lowrank import LowRank, gains, largest_rank
-from atoll.node.compare.results import Results
+from atoll.node.compare.results import REAL_SOURCES, Results
 from atoll.node.compare.scenario import Scenario
 from atoll.node.compare.simulate import round_ticks
 from atoll.node.compare.statistics import interval, paired, t_quantile
@@ -424,6 +427,18 @@ def test_real_nodes_and_simulated_peers_in_one_study(manifest: Manifest, tmp_pat
     assert "by real nodes: a, real, a, real (A/A);" in reports.notes(report)
 
 
+def test_curves_of_real_nodes_are_averaged_where_all_seeds_have_them(manifest: Manifest) -> None:
+    def find(wanted: Job) -> dict[str, Any]:
+        steps = (1, 2, 3, 5) if wanted.seed == 0 else (1, 3, 5)
+        points = [{"outer_step": s, "seconds": s + wanted.seed, "tokens": s, "bytes": s, "loss": 9 - s} for s in steps]
+        return {"loss": 4.0, "step_seconds": 1.0, "curve": points}
+
+    lines, _ = survey([Row("a", manifest, Scenario(real=True))], Terms(None, 4, 2, 0), find)
+    found = curve(lines[0], None, Link.parse("20mbit,50ms"))
+    expected = {"loss": [8, 6, 4], "tokens": [1, 3, 5], "bytes": [1, 3, 5], "seconds": [1.5, 3.5, 5.5]}
+    assert found == expected
+
+
 def test_real_nodes_for_all_rows_that_do_not_say_otherwise(manifest: Manifest, tmp_path: Path) -> None:
     path, study = tmp_path / "m.toml", tmp_path / "study.toml"
     path.write_text(manifest.to_toml())
@@ -453,6 +468,18 @@ def test_command_lines_that_make_no_sense_are_refused(manifest: Manifest, tmp_pa
 
 
 # ---------------------------------------------------------------------- finished runs
+
+
+def test_what_runs_real_nodes_is_part_of_their_key() -> None:
+    """All that the run's process imports of the package is hashed, but for what only shows something."""
+    script = "import sys, atoll.node.compare.real, atoll.node.evaluate, atoll.node.trainer\n"
+    script += "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('atoll.') and m.__file__))"
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    root = Path(atoll.__file__).parent.resolve()
+    shown = ("compare/__init__.py", "compare/scenario.py", "swarm/__init__.py", "swarm/table.py", "atoll/__init__.py")
+    hashed = {path.resolve() for pattern in REAL_SOURCES for path in root.glob(pattern)}
+    imported = {Path(name).resolve() for name in said.stdout.split()}
+    assert not [path for path in imported - hashed if not path.as_posix().endswith(shown)]
 
 
 def test_finished_runs_survive_and_half_a_line_does_not(tmp_path: Path) -> None:
