@@ -427,9 +427,9 @@ async def receive_response(
                     raise PeerSlow(f"{stream.peer} {what}")
                 await asyncio.wait([reading], timeout=left)
         finally:
-            if not reading.done():
-                reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
+            reading.cancel()
+            # Looked at even when it is done: it may have failed at the very moment at which this was cancelled.
+            await asyncio.gather(reading, return_exceptions=True)
         response: Response = decode(reading.result(), Response, stream.peer)  # type: ignore[arg-type]
         if isinstance(response, Refused):
             raise Declined(f"{stream.peer} refuses: {response.reason}", retry=response.retry)

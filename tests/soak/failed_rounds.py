@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 class _Sabotage:
     """Three peers in this process, each with its p2p daemon. Some moment after each seal two of the daemons are stopped
-    until the roster is void."""
+    until the roster is void, or has committed all the same."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.folder, self.draw = args, folder, random.Random(args.seed)
@@ -89,13 +89,13 @@ class _Sabotage:
     async def stop(self, roster: str) -> None:
         await asyncio.sleep(self.draw.uniform(0, 0.3))
         pids = [pid for t in self.draw.sample(self.transports, 2) if (pid := t.daemon_pid) is not None]
+        before = len(self.commits)
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         try:
             async with asyncio.timeout(30 * self.args.silence):
-                while roster not in self.void:
+                while roster not in self.void and len(self.commits) == before:
                     await asyncio.sleep(0.05)
-                await asyncio.sleep(self.args.silence)
         except TimeoutError:
             pass
         finally:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -884,3 +885,37 @@ def test_a_donor_that_dies_at_any_moment(fault: Callable[[World], None], at: flo
     arrived(store)
     assert set(world.reports) <= {"a"}
     assert on_slow_links(make(), fault, at)[2] == trace, "one seed, one run"
+
+
+def test_a_stream_that_breaks_as_its_reader_is_cancelled_leaves_no_failure_unseen() -> None:
+    """Seed 20085 of tests.churn (744ada0): such a failure counts as a defect of the program."""
+    unseen: list[dict[str, Any]] = []
+
+    class Breaking:
+        peer, last_heard = PeerId("donor"), 0.0
+
+        def __init__(self) -> None:
+            self.broken = asyncio.get_running_loop().create_future()
+
+        async def receive(self, limit: int) -> bytes:
+            await self.broken
+            raise StreamClosed("it broke")
+
+    class Still:
+        def now(self) -> float:
+            return 0.0
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+        stream = Breaking()
+        asking = asyncio.create_task(receive_response(Still(), stream, 4096, 60))  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        stream.broken.set_result(None)
+        await asyncio.sleep(0)  # the stream has broken, and who waits for it has not been told
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        gc.collect()
+
+    asyncio.run(main())
+    assert unseen == []
