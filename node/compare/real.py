@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -32,6 +33,8 @@ SAMPLE = 8
 """The curve is scored on every eighth batch of the held-out text, the end on all of it."""
 TICK = 0.25
 """Seconds between two looks at the event logs."""
+LEAVE = 5.0
+"""Seconds for the nodes to leave a run that has failed; less than whoever interrupts this process gives it."""
 PATIENCE = 600.0
 """Seconds without a commit or an inner step of anybody after which the run is given up, or ten times what commits have
 taken at most."""
@@ -152,8 +155,13 @@ def run_real(
     (folder / "manifest.toml").write_text(manifest.to_toml())
     with Interrupts() as interrupts, Family() as family:
         nodes = _Nodes(family, interrupts, folder)
-        nodes.start(scenario.peers)
-        nodes.watch(manifest, on_progress)
+        try:
+            nodes.start(scenario.peers)
+            nodes.watch(manifest, on_progress)
+        except BaseException:
+            # Whoever is killed leaves the sockets of its daemon behind.
+            family.stop(list(family.children), interrupts, number=signal.SIGTERM, patience=LEAVE)
+            raise
     _check(nodes, manifest.outer_steps)
     return _result(nodes, manifest)
 
