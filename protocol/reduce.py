@@ -13,7 +13,6 @@ reducer closes the stream, a little later; anything else that comes after an end
 from __future__ import annotations
 
 import asyncio
-import math
 import struct
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -85,9 +84,9 @@ class Reducer:
     refused: called with (member, reason, fault) when a member is left out for what it does not bring. What it does
     wrong is raised by :meth:`accept`.
     floor: ``Transport.now()`` before which silence proves nothing (the process itself was held up then).
-    silent: seconds since anything at all was heard from a member, infinity when it has left the round. Who has been
-    silent for ``silence`` is dead, and is not waited for: a part that is averaged anew because its reducer has died
-    would else wait once more for what that reducer owes as a member.
+    silent: seconds since anything at all was heard from a member. Who has been silent for ``silence`` is dead, and is
+    not waited for: a part that is averaged anew because its reducer has died would else wait once more for what that
+    reducer owes as a member.
     """
 
     def __init__(
@@ -217,10 +216,7 @@ class Reducer:
                     if waited > self._silence:
                         self._leave_out(member, f"no chunk {index} in {self._silence:.1f} s")
                     elif silent > self._silence:
-                        why = (
-                            f"nothing from it in {self._silence:.1f} s" if silent < math.inf else "it gave the round up"
-                        )
-                        self._leave_out(member, f"{why}, chunk {index} is due")
+                        self._leave_out(member, f"nothing from it in {self._silence:.1f} s, chunk {index} is due")
                     elif now > self._cutoff:
                         self._leave_out(member, f"no chunk {index} before the round's cut-off")
                     elif self._waited[member] > self._silence and now > self._due(index):

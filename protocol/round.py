@@ -434,15 +434,13 @@ class Round:
     # --- lead ----------------------------------------------------------------------------------------------------
 
     def _silent(self, member: int) -> float:
-        """Seconds since anything came from a member; infinity when it has said that the round is over for it."""
+        """Seconds since anything came from a member, counted from the seal at the earliest."""
         if member == self.me:
             return 0.0
-        if member in self._gone:
-            return float("inf")
         return self.around.messenger.silent_for(self.peers[member], self.started)
 
     def _alive(self, member: int) -> bool:
-        return self._silent(member) <= self.silence
+        return member not in self._gone and self._silent(member) <= self.silence
 
     def leader(self) -> int:
         """The member that leads now: the first in order that is not silent."""

@@ -104,8 +104,10 @@ class Life:
     entered: dict[str, int] = field(default_factory=dict)
     """By roster: units used until it was frozen for it."""
     partial: dict[int, int] = field(default_factory=dict)
-    """By fragment: commits with a part of its contribution since one with all of it. What is left of each counter is
-    rounded then, for all fragments, and of a unit are ten tokens."""
+    """By fragment: commits with a part of a contribution since it was last handed over whole. What is left of each
+    counter is rounded then, for all fragments, and of a unit are ten tokens."""
+    rounded: dict[str, int] = field(default_factory=dict)
+    """By roster: how many of them there had been when it was frozen; what came later is rounded still."""
 
     @property
     def running(self) -> bool:
@@ -340,6 +342,7 @@ class Swarm:
         theta, units = life.island.brought
         if life.frozen is not None:
             theta, units, life.entered[fields["roster"]] = life.frozen
+            life.rounded[fields["roster"]] = life.partial.get(fields["fragment"], 0)
         x = replica.params - theta
         residual = self.residual_of(life)
         if residual is not None:
@@ -371,7 +374,7 @@ class Swarm:
         # A trainer that died of this very commit has lost what it had made since, for all fragments.
         life.handed[fragment] += max(round((upto - life.handed[fragment]) * share), 0)
         if share == 1:
-            life.partial.pop(fragment, None)
+            life.partial[fragment] = max(life.partial.get(fragment, 0) - life.rounded[roster], 0)
         else:
             for number in range(self.layout.fragments):
                 life.partial[number] = life.partial.get(number, 0) + 1
