@@ -183,5 +183,7 @@ def chosen(study: Study, options: CompareOptions) -> list[Row]:
         raise UsageError(f"--only: {options.only!r} is no regular expression: {error}") from None
     if not wanted:
         raise UsageError(f"--only {options.only!r} matches no row; there are {', '.join(row.name for row in rows)}")
-    wanted |= {row.against for row in rows if row.name in wanted and row.against is not None}
+    # what they are compared with may be compared itself
+    while more := {row.against for row in rows if row.name in wanted and row.against is not None} - wanted:
+        wanted |= more
     return [row for row in rows if row.name in wanted]

@@ -467,6 +467,12 @@ def test_command_lines_that_make_no_sense_are_refused(manifest: Manifest, tmp_pa
         read(CompareOptions(manifests=(path, path)))
 
 
+def test_chosen_rows_come_with_all_that_they_are_compared_with(manifest: Manifest) -> None:
+    rows = tuple(Row(name, manifest, Scenario(), against) for name, against in (("a", None), ("b", "a"), ("c", "b")))
+    rows += (Row("d", manifest, Scenario(), "a"),)
+    assert [row.name for row in chosen(Study(rows), CompareOptions(only="c"))] == ["a", "b", "c"]
+
+
 # ---------------------------------------------------------------------- finished runs
 
 
