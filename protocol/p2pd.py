@@ -359,18 +359,29 @@ class Daemon:
         await self._ask(request, _REQUEST_TIMEOUT)
 
     async def _accept(self, listener: socket.socket, accept: Accept) -> None:
-        loop = asyncio.get_running_loop()
         with listener:
             while True:
                 try:
-                    sock, _ = await loop.sock_accept(listener)
+                    # Not by the loop's sock_accept: a cancellation at the moment of success would lose the socket.
+                    sock, _ = listener.accept()
+                except BlockingIOError:
+                    await _readable(listener)
                 except OSError as error:  # out of descriptors, for one
                     log.warning("cannot take in a stream: %s", error)
                     await asyncio.sleep(0.5)
-                    continue
-                task = loop.create_task(self._introduce(Pipe(sock), accept))
-                self._arrivals.add(task)
-                task.add_done_callback(self._arrivals.discard)
+                else:
+                    self._take_in(Pipe(sock), accept)
+
+    def _take_in(self, pipe: Pipe, accept: Accept) -> None:
+        task = asyncio.get_running_loop().create_task(self._introduce(pipe, accept))
+        self._arrivals.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._arrivals.discard(task)
+            if task.cancelled():  # perhaps before it began, and then nobody else closes it
+                pipe.close()
+
+        task.add_done_callback(ended)
 
     async def _introduce(self, pipe: Pipe, accept: Accept) -> None:
         try:
@@ -502,3 +513,19 @@ def _unlink(path: str) -> None:
         os.unlink(path)
     except OSError:
         pass
+
+
+async def _readable(sock: socket.socket) -> None:
+    """Wait until something can be read, or accepted."""
+    loop, number = asyncio.get_running_loop(), sock.fileno()
+    ready = loop.create_future()
+
+    def tell() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    loop.add_reader(number, tell)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(number)

@@ -126,6 +126,8 @@ class Round:
         self._work: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._reducer_of: dict[tuple[int, int], int] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
+        self._over = False
+        """Whether :meth:`run` is ending, or has: votes for a void roster are still counted, and nothing is begun."""
         self._progress: dict[tuple[int, int], float] = {}
         """When each part last brought a new average."""
         self._exchanges: dict[asyncio.Task[None], Progress] = {}
@@ -203,6 +205,7 @@ class Round:
         self.around.messenger.post_all(self.peers, Voided(self.roster_id, reason[:200]))
 
     async def _end(self) -> None:
+        self._over = True
         committed = self.has_commit
         # Where only the explicit end of a stream is missing, it is waited for: nobody needs it, but its lack is told.
         ending = [t for t, p in self._exchanges.items() if committed and p.whole and p.written and not t.done()]
@@ -382,7 +385,7 @@ class Round:
         if peer not in self.peers:
             return
         if isinstance(message, Reassign):
-            if self._entitled(self.peers.index(peer)):
+            if not self._over and self._entitled(self.peers.index(peer)):
                 self._reassigned(message)
         elif isinstance(message, Ballot):
             self.learn(message, peer)
@@ -404,7 +407,8 @@ class Round:
             if sum(proposal.by == by for proposal in self.proposals.values()) >= most:
                 raise PeerMisbehaved(f"more than {most} bodies for one roster from one member", by)
             proposal = self.proposals[commit_id] = Proposal(ballot.body, by)
-            self._spawn(self._consider(commit_id, proposal))
+            if not self._over:
+                self._spawn(self._consider(commit_id, proposal))
         for vote in ballot.votes:
             if vote.member not in proposal.votes and check_vote(
                 ballot.body, commit_id, vote.member, vote.signature, self.around.signer

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import os
 import signal
 import socket
@@ -16,6 +18,7 @@ import pytest
 from atoll.protocol.errors import AddressError, PeerUnreachable, ResourceError
 from atoll.protocol.identity import load_or_create_identity
 from atoll.protocol.p2pd import Daemon, DaemonOptions, PrivateFolder, explain, multiaddr_bytes, sweep
+from atoll.protocol.pipes import Pipe
 from atoll.protocol.ports import reserve
 from atoll.protocol.transport import PeerId
 
@@ -83,6 +86,7 @@ def test_a_daemon_that_stands_still_is_ended_all_the_same(tmp_path: Path) -> Non
 ORPHAN = """
 import asyncio, sys
 from pathlib import Path
+from atoll.protocol.pipes import Pipe
 from atoll.protocol.p2pd import Daemon, DaemonOptions, PrivateFolder
 from atoll.protocol.identity import load_or_create_identity
 from atoll.protocol.ports import reserve
@@ -207,3 +211,35 @@ def test_multiaddresses_in_binary() -> None:
 
 def test_unknown_messages_are_passed_on_in_one_line() -> None:
     assert explain("first\nsecond", PeerId("X")) == "X: first second"
+
+
+def test_streams_that_come_as_the_daemon_is_stopped_are_closed(tmp_path: Path) -> None:
+    """None is lost between the socket that takes them in and the tasks that are cancelled."""
+
+    async def never(protocol: str, peer: PeerId, pipe: Pipe) -> None:
+        raise AssertionError("nobody has said who it is")
+
+    async def test() -> None:
+        folder = PrivateFolder()
+        daemon = await start(folder, tmp_path / "identity")
+        await daemon.listen(never)
+        came = []
+        for _ in range(3):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.connect(daemon._listen_path)
+            sock.settimeout(5)
+            came.append(sock)
+            await asyncio.sleep(0)
+        for _ in range(100):
+            if daemon._arrivals:
+                break
+            await asyncio.sleep(0)
+        assert daemon._arrivals
+        await daemon.stop(1.0)
+        for sock in came:
+            with sock, contextlib.suppress(ConnectionResetError):  # which is how the listener ends those left to it
+                assert sock.recv(1) == b""
+        folder.remove()
+
+    asyncio.run(test())
+    gc.collect()

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atoll.protocol.control import Committed, Control, Ping
+from atoll.protocol.control import Ballot, Committed, Control, Ping
+from atoll.protocol.round import Round
 from atoll.protocol.transport import PeerId
 
 from .faults import Chaos
@@ -513,3 +514,25 @@ def test_peers_that_all_think_that_they_lead_come_to_an_agreement() -> None:
     swarm.network.run(main())
     assert len(swarm.commits) >= 8
     assert swarm.violations == []
+
+
+def test_a_body_that_comes_while_a_round_ends_begins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a task would look for its chunks for ever: the soak of failed rounds found one in three rounds."""
+    end, begun = Round._end, []
+
+    async def ending(self: Round) -> None:
+        task = asyncio.create_task(end(self))
+        await asyncio.sleep(0)  # its tasks are cancelled, and not gone yet
+        seen, self.proposals = self.proposals, {}  # as if they came only now
+        sender = next(i for i in range(len(self.peers)) if i not in (self.me, self.leader()))
+        there = list(self._tasks)
+        for proposal in seen.values():
+            self.receive(self.peers[sender], Ballot(self.roster_id, proposal.body, []))
+        begun.append((len(seen), [task for task in self._tasks if task not in there]))
+        await task
+        self.proposals = seen
+
+    monkeypatch.setattr(Round, "_end", ending)
+    run(build(3, budget={"rounds": 3}))
+    assert any(bodies for bodies, _ in begun)
+    assert all(not tasks for _, tasks in begun), begun

@@ -70,6 +70,7 @@ class _Sabotage:
         self.void: set[str] = set()
         self.sealed: set[str] = set()
         self.commits: set[str] = set()
+        self.committed: set[int] = set()
         self.reasons: dict[str, int] = {}
         self.now: asyncio.Task[None] | None = None
 
@@ -78,23 +79,25 @@ class _Sabotage:
             self.sealed.add(fields["roster"])
             # The first commit brings samples; nothing can be averaged before.
             if self.commits and (self.now is None or self.now.done()):
-                self.now = asyncio.create_task(self.stop(fields["roster"]))
+                self.now = asyncio.create_task(self.stop(fields["roster"], fields["round"]))
         elif event == "void" and fields["roster"]:
             if fields["roster"] not in self.void:
                 self.reasons[fields["reason"][:60]] = self.reasons.get(fields["reason"][:60], 0) + 1
             self.void.add(fields["roster"])
         elif event == "commit":
             self.commits.add(fields["id"])
+            self.committed.add(fields["round"])
 
-    async def stop(self, roster: str) -> None:
-        await asyncio.sleep(self.draw.uniform(0, 0.3))
+    async def stop(self, roster: str, number: int) -> None:
+        await asyncio.sleep(self.draw.uniform(0, 0.15))
+        if number in self.committed:
+            return  # it was quicker
         pids = [pid for t in self.draw.sample(self.transports, 2) if (pid := t.daemon_pid) is not None]
-        before = len(self.commits)
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         try:
             async with asyncio.timeout(30 * self.args.silence):
-                while roster not in self.void and len(self.commits) == before:
+                while roster not in self.void and number not in self.committed:
                     await asyncio.sleep(0.05)
         except TimeoutError:
             pass
@@ -122,7 +125,7 @@ class _Sabotage:
             ))  # fmt: skip
             self.transports.append(transport)
         tasks = [asyncio.create_task(peer.run()) for peer in peers]
-        began, points, told, every = time.monotonic(), [], -1, max(args.rounds // 50, 1)
+        began, points, told, every = time.monotonic(), [], -1, 10
         while len(self.void) < args.rounds:
             await asyncio.sleep(0.5)
             for task in tasks:
