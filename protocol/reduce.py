@@ -65,15 +65,23 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 
 
 async def both(first: Coroutine[Any, Any, None], second: Coroutine[Any, Any, None]) -> None:
-    """Run two directions of a stream; the first failure ends the other and is raised as it is."""
+    """Run two directions of a stream; the first failure ends the other and is raised as it is.
+
+    A cancellation is never lost. ``asyncio.gather`` raises the failure of a direction that comes at the same moment
+    instead, and who then tries again, as one does when a stream breaks, goes on for ever.
+    """
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(first), loop.create_task(second)]
     try:
-        await asyncio.gather(*tasks)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failures = [task.exception() for task in tasks if task.done() and not task.cancelled()]
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    for failure in failures:
+        if failure is not None:
+            raise failure
 
 
 class Reducer:
