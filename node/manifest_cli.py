@@ -199,6 +199,11 @@ def sign(
         full = complete(raw)
         verify(Manifest.from_dict(full | {"owner": "", "signature": ""}))
     fresh = not os.path.lexists(key)
+    if fresh and raw.get("owner") not in (None, ""):
+        raise UsageError(
+            f"{file} belongs to {raw['owner']}, and there is no key in {key}; use the owner's key, or set "
+            'owner = "" to make another run of it'
+        )
     owner = load_or_create_identity(key)
     if raw.get("owner") not in (None, "", owner.peer_id):
         raise UsageError(

@@ -271,7 +271,8 @@ def render(snapshot: Snapshot, now: float) -> RenderableType:
             Text(record.version),
             Text(f"{(age := max(0.0, now - record.issued)):.0f} s ago", "red" if age > OVERDUE else ""),
         )
-    training = sum(record.state in TRAINERS for record in snapshot.records)
+    nodes = sum(record.state in TRAINERS for record in snapshot.records)
+    training = sum(record.state == "training" for record in snapshot.records)
     head = (
         f"best head {best.id.hex()[:12]}, outer step {best.outer_step}, round {best.round}, {best.weight:,} tokens"
         if best.height
@@ -285,7 +286,7 @@ def render(snapshot: Snapshot, now: float) -> RenderableType:
             f"\nanchor: commit {anchor.head.id.hex()[:12]}, outer step {anchor.head.outer_step}, round "
             f"{anchor.head.round}, in the chains of {held} of {of}"
         )
-    title = Text(f"run {snapshot.address.run_id.hex()[:12]}: {training} training, {head}")
+    title = Text(f"run {snapshot.address.run_id.hex()[:12]}: {nodes} nodes, {training} of them training now, {head}")
     return Group(title, table)
 
 

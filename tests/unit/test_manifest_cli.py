@@ -136,6 +136,7 @@ def test_new_sign_check_show(
     assert run(["manifest", "sign", "reef.toml", "--key", "other.key"]) == 2
     assert "belongs to" in capsys.readouterr().err
     assert Path("reef.toml").read_bytes() == before
+    assert not Path("other.key").exists()
 
     Path("reef.toml").write_text(before.decode().replace("rounds = 12", "rounds = 13"))
     assert run(["manifest", "check", "reef.toml"]) == 3
