@@ -78,7 +78,16 @@ def test_status_shows_the_best_head_and_who_has_it() -> None:
     out = io.StringIO()
     Console(file=out, width=160).print(render(snapshot(), 103.0))
     text = out.getvalue()
-    for word in ("1 nodes, 1 of them training", "07070707", "outer step 4", "reef", "50 ms", "4,500", "3 s ago", "serving"):
+    for word in (
+        "1 nodes, 1 of them training",
+        "07070707",
+        "outer step 4",
+        "reef",
+        "50 ms",
+        "4,500",
+        "3 s ago",
+        "serving",
+    ):
         assert word in text, word
 
 
