@@ -178,9 +178,8 @@ def _complete_state(section: dict[str, Any], model: ModelConfig, rules: Any, cod
     factors, radial = packed.get("name") == "lowrank", several.get("average") == "radial"
     shapes = [(spec.size // spec.shape[-1], spec.shape[-1]) for spec in tensor_specs(model)]
     section.setdefault("parameters", parameters)
-    fragments = several.get("fragments")
-    averaged = parameters // fragments if isinstance(fragments, int) and fragments > 0 else parameters
-    section.setdefault("chunk", suggested_chunk(averaged, max(m * n for m, n in shapes) if factors else 0))
+    largest = max(m * n for m, n in shapes) if factors else 0
+    section.setdefault("chunk", suggested_chunk(parameters, several.get("fragments"), largest))
     if several.get("fragments") == 1 and not factors and not radial:
         section.setdefault("layers", ())
     elif not section.get("layers"):

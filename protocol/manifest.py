@@ -786,9 +786,8 @@ class Manifest(_Section):
         for section, values in cls.SUGGESTED.items():
             raw[section] = {**values, **sections.pop(section, {})}
         raw |= sections
-        fragments = raw["round"].get("fragments")
-        averaged = parameters // fragments if isinstance(fragments, int) and fragments > 0 else parameters
-        raw["state"] = {"parameters": parameters, "theta0": theta0, "chunk": suggested_chunk(averaged)} | raw["state"]
+        chunk = suggested_chunk(parameters, raw["round"].get("fragments"))
+        raw["state"] = {"parameters": parameters, "theta0": theta0, "chunk": chunk} | raw["state"]
         steps = raw["round"]["inner_steps"]
         if isinstance(steps, int):
             first = raw["round"].setdefault("first_lease", 2 * steps)
@@ -930,13 +929,16 @@ def manifest_bytes(run_id: bytes) -> bytes:
     return b"atoll manifest 1\0" + run_id
 
 
-def suggested_chunk(parameters: int, largest: int = 0) -> int:
-    """Elements in a chunk where a round averages so many: a power of two near a 128th of them, between 2^12 and 2^20;
-    and where matrices travel as factors, the largest of them having so many elements, one that holds it whole, up to
-    2^20. The first average of a part can go out when its first chunk is in, so few chunks make a link wait; each costs
-    a little time of a processor, so many do, too."""
+def suggested_chunk(parameters: int, fragments: object = 1, largest: int = 0) -> int:
+    """Elements in a chunk: a power of two near a 128th of what a round averages, one of so many ``fragments`` of the
+    model (all of it where an unchecked manifest says nonsense there), between 2^12 and 2^20; and where matrices travel
+    as factors, the largest of them having so many elements, one that holds it whole, up to 2^20. The first average of
+    a part can go out when its first chunk is in, so few chunks make a link wait; each costs a little time of a
+    processor, so many do, too."""
     if largest:
-        return max(min(1 << (largest - 1).bit_length(), 1 << 20), suggested_chunk(parameters))
+        return max(min(1 << (largest - 1).bit_length(), 1 << 20), suggested_chunk(parameters, fragments))
+    if isinstance(fragments, int) and fragments > 0:
+        parameters //= fragments
     return min(max(1 << max(parameters // 128, 1).bit_length() - 1, 1 << 12), 1 << 20)
 
 

@@ -173,10 +173,7 @@ def death(setting: Setting, quiet: Calm, phase: str, kind: str, victim: str, at:
         else:
             swarm.crash(target, power_cut=kind == "power")
 
-    def strike_in_kernel() -> None:
-        loop.kernel_at(moment, strike)
-
-    strike_in_kernel()
+    loop.kernel_at(moment, strike)
     later: list[float] = []
 
     def next_commit() -> bool:
