@@ -35,7 +35,7 @@ from atoll.protocol.messages import Commit, Member, Part, Seal, decode, encode, 
 from atoll.protocol.peer import Peer
 from atoll.protocol.reduce import PROTOCOL, Hello, Progress, Welcome
 from atoll.protocol.round import Round
-from atoll.protocol.simlink import SimStream
+from atoll.protocol.simlink import HEADER, Piece, SimStream
 from atoll.protocol.transport import Stream
 
 HONEST = ["p0", "p1", "p2"]
@@ -135,6 +135,30 @@ class Wire:
         else:
             await self.stream.send(data)
 
+    async def part_of_a_frame(self, size: int, part: bytes | bytearray) -> None:
+        """The length of a frame, and the beginning of what it holds."""
+        if isinstance(self.stream, FrameStream):
+            await self.bytes(size.to_bytes(4, "big") + bytes(part))
+        else:
+            self._unfinished(size, HEADER + len(part))
+
+    async def a_byte_more(self, size: int) -> None:
+        """Of a frame of that size which has begun."""
+        if isinstance(self.stream, FrameStream):
+            await self.bytes(b"\0")
+        else:
+            self._unfinished(size, 1)
+
+    def _unfinished(self, size: int, count: int) -> None:
+        """So many bytes of a frame leave, on the simulated network, whose streams send whole ones only."""
+        assert isinstance(self.stream, SimStream)
+        pipe, now = self.stream.outgoing, asyncio.get_running_loop().time()
+        piece = Piece(pipe, count)
+        piece.head = size
+        pipe.accepted += count
+        pipe.transmitted += count
+        pipe.travel(piece, now, now)
+
     async def begin(self) -> Welcome:
         """As every member: hello, welcome, and the first chunk."""
         await self.stream.send(encode(self.hello))
@@ -232,10 +256,8 @@ async def constant(wire: Wire) -> None:
 async def half_a_chunk(wire: Wire) -> None:
     """The stream breaks in the middle of a frame, and no other one follows."""
     await wire.begin()
+    await _half(wire)
     if isinstance(wire.stream, FrameStream):
-        payload = wire.payload(wire.part.first + 1)
-        await wire.bytes((len(payload) + 5).to_bytes(4, "big") + struct.pack(">BI", 1, wire.part.first + 1))
-        await wire.bytes(bytes(payload[: len(payload) // 2]))
         wire.stream._pipe.end_writing()  # closing it would put a last word into the frame
         await wire.stream.close()
     elif isinstance(wire.stream, SimStream):
@@ -243,21 +265,29 @@ async def half_a_chunk(wire: Wire) -> None:
         wire.stream.wire.reset("it broke in the middle of a frame")
 
 
+async def _half(wire: Wire) -> int:
+    """Half of the frame of the second chunk; the size of all of it."""
+    payload = wire.payload(wire.part.first + 1)
+    start = struct.pack(">BI", CONTRIBUTION, wire.part.first + 1)
+    await wire.part_of_a_frame(len(start) + len(payload), start + payload[: len(payload) // 2])
+    return len(start) + len(payload)
+
+
 async def stall(wire: Wire) -> None:
     """A frame that begins, and does not go on."""
     await wire.begin()
-    if isinstance(wire.stream, FrameStream):
-        payload = wire.payload(wire.part.first + 1)
-        await wire.bytes((len(payload) + 5).to_bytes(4, "big") + struct.pack(">BI", 1, wire.part.first + 1))
-        await wire.bytes(bytes(payload[: len(payload) // 2]))
+    await _half(wire)
 
 
 async def trickle(wire: Wire) -> None:
     """A byte now and then, each a sign of life, and no chunk ever whole."""
-    await stall(wire)
-    while isinstance(wire.stream, FrameStream):
+    await wire.begin()
+    size = await _half(wire)
+    for _ in range(size // 4):
         await asyncio.sleep(wire.round.silence / 5)
-        await wire.bytes(b"\0")
+        if isinstance(wire.stream, SimStream):
+            wire.stream._check_send()
+        await wire.a_byte_more(size)
 
 
 async def stall_before_the_hello(wire: Wire) -> None:
@@ -278,7 +308,11 @@ async def _huge(wire: Wire) -> None:
             await wire.bytes(piece)
             wire.taken += len(piece)
     else:
-        await wire.stream.send(bytes(HUGE))
+        assert isinstance(wire.stream, SimStream)
+        try:
+            await wire.stream.send(bytes(HUGE))
+        finally:
+            wire.taken = wire.stream.outgoing.transmitted
 
 
 async def two_streams(wire: Wire) -> None:

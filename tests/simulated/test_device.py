@@ -358,26 +358,57 @@ def test_a_trainer_that_dies_while_it_takes_over_a_commit_begins_anew() -> None:
     assert all(fields["contributors"].get("sim-p2") == 1 for fields in late)
 
 
-def test_parameters_that_are_not_finite_are_found_before_anything_is_sent() -> None:
-    swarm = swarm_of(Mixed, budget={"rounds": 8})
+@pytest.mark.parametrize("value", [np.nan, 1e30])
+@pytest.mark.parametrize("who", ["p1", "p2"], ids=["host", "device"])
+@pytest.mark.parametrize("overlap", [0, 8])
+def test_parameters_that_are_not_finite_are_found_before_anything_is_sent(who: str, value: float, overlap: int) -> None:
+    swarm = swarm_of(Mixed, budget={"rounds": 8}, round={"overlap": overlap})
     spoiled: list[int] = []
 
     def spoil(name: str, event: str, fields: dict[str, Any]) -> None:
-        if name == "p2" and event == "commit" and fields["round"] == 3 and not spoiled:
-            spoiled.append(len(encoder().made))
-            device_of(swarm, "p2").local[7] = np.nan
+        if name == who and event == "commit" and fields["round"] == 3 and not spoiled:
+            spoiled.append(fields["round"])
+            island().local[7] = value
 
-    def encoder() -> SimulatedEncoder:
-        found = device_of(swarm, "p2").encoder
+    def island() -> SimulatedIsland:
+        found = swarm.life(who).island
         assert found is not None
         return found
 
     swarm.hooks.append(spoil)
     run(swarm)
-    assert any("not finite" in fields["message"] for _, name, fields in swarm.named("warning") if name == "p2")
+    warned = [name for _, name, fields in swarm.named("warning") if "not finite" in fields["message"]]
+    assert warned == [who]
+    assert swarm.named("refused") == []
     assert swarm.violations == []
-    assert len(encoder().made) > spoiled[0], "it has contributed since"
-    assert np.isfinite(device_of(swarm, "p2").local).all()
+    rounds = {commit.body.round: commit.body for commit in swarm.commits.values()}
+    weights = {
+        number: next((m.weight for m in body.seal.members if m.peer == f"sim-{who}"), 0)
+        for number, body in rounds.items()
+    }
+    assert weights[min(number for number in rounds if number > 3)] == 0, "what it had trained is dropped"
+    assert weights[max(rounds)] > 0, "it contributes again"
+    assert np.isfinite(island().local).all()
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+@pytest.mark.parametrize("codec", ["float16", "int8", "int4"])  # a manifest refuses sparse without error feedback
+def test_without_error_feedback_there_is_no_residual(codec: str, beta: float) -> None:
+    swarm = swarm_of(Mixed, budget={"rounds": 30}, codec={"name": codec, "error_feedback": beta})
+
+    async def main() -> None:
+        while any(swarm.life(name).peer.head.outer_step < 4 for name in swarm.hosts):
+            await asyncio.sleep(0.05)
+        assert await swarm.shut_down(10.0) == []
+
+    swarm.network.run(main())
+    swarm.check_samples()
+    assert swarm.violations == []
+    for name in swarm.hosts:
+        residual = swarm.residual_of(swarm.life(name))
+        kept = swarm.life(name).peer.store.load_residual(swarm.life(name).peer.head.id)
+        assert (residual is None, kept is None) == (beta == 0, beta == 0)
+        assert residual is None or residual.any()
 
 
 def test_the_residual_goes_to_the_disk_with_its_commit_and_comes_back_with_no_other() -> None:

@@ -54,6 +54,10 @@ class Attacked(Swarm):
             brought = self.contributions[(HOSTILE, current.roster_id.hex())]
             constant_where_it_is_sent(current, brought.x)
 
+    def agree(self) -> bool:
+        """Whether all the honest are at one head now."""
+        return len({self.life(name).peer.head.id for name in HONEST}) == 1
+
     def of_roster(self, roster: str) -> Commit | None:
         return next((c for c in self.commits.values() if hash_of(c.body.seal).hex() == roster), None)
 
@@ -71,6 +75,8 @@ class Attacked(Swarm):
             while len(self.commits) < 4 and loop.time() < LIMIT:
                 await asyncio.sleep(0.1)
             await asyncio.sleep(3 * self.manifest.round.silence)
+            while not self.agree() and loop.time() < LIMIT:
+                await asyncio.sleep(0.05)
 
         self.network.run(main())
         if case.act.__name__ == "noise":
@@ -78,7 +84,8 @@ class Attacked(Swarm):
             self.violations = [sentence for sentence in self.violations if "mean off" not in sentence]
         assert self.violations == []
         assert [self.life(name).error for name in HONEST] == [None] * 3
-        assert len({self.life(name).peer.head.id for name in HONEST}) == 1 or len(self.commits) >= 4
+        assert self.agree(), {name: self.life(name).peer.head for name in HONEST}
+        assert len(self.commits) >= 4
 
 
 def completed_without(case: Case, swarm: Attacked) -> None:

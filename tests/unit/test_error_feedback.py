@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.protocol.averaged import hash_chunk, pack, unpack
-from atoll.protocol.codecs import averages_codec, get_codec
+from atoll.protocol.codecs import MAX_MAGNITUDE, averages_codec, get_codec
 from atoll.protocol.commits import START, Position, bitmap, make_body
+from atoll.protocol.errors import NonFinite
 from atoll.protocol.lowrank import Factors, LowRankLayout
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.messages import Body, ChunkEntry, Member, Seal, hash_of
@@ -273,9 +274,16 @@ def test_a_residual_fades_by_beta_and_only_with_a_commit(codec: str) -> None:
     np.testing.assert_array_equal(residual[group.layout.span(0)], kept)
 
 
-@pytest.mark.parametrize("codec", ["float16", "int8", "int4"])  # a manifest refuses sparse without error feedback
-def test_without_error_feedback_nothing_is_kept(codec: str) -> None:
-    assert all(peer.replica.residual is None for peer in Group(codec, 0.0).peers)
+@pytest.mark.parametrize("codec", ["float32", *LOSSY])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3.0 * MAX_MAGNITUDE])
+def test_what_has_diverged_is_not_sent(codec: str, value: float) -> None:
+    peer = Group(codec, 1.0).peers[0]
+    assert peer.replica.sendable(peer.theta)
+    peer.theta[13] = value
+    assert not peer.replica.sendable(peer.theta)
+    with pytest.raises(NonFinite):
+        peer.replica.encode(0, peer.theta)
+    peer.replica.encode(1, peer.theta)
 
 
 @pytest.mark.parametrize("codec", LOSSY)

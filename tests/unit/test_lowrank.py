@@ -16,7 +16,7 @@ from atoll.protocol import kernels
 from atoll.protocol.codecs import MAX_MAGNITUDE, averages_codec, get_codec
 from atoll.protocol.commits import START, Position, check_body, check_child, check_seal, make_body, position_of
 from atoll.protocol.deadline import deadline_seconds
-from atoll.protocol.errors import ManifestError, NonFinite, PeerMisbehaved
+from atoll.protocol.errors import ManifestError, PeerMisbehaved
 from atoll.protocol.fragments import make_layout
 from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.lowrank import (
@@ -268,18 +268,6 @@ def run(**changes: Any) -> Manifest:
         "state": {"chunk": 256, **SHAPES, **changes.pop("state", {})},
     }
     return Manifest.make("factors", parameters=700, theta0="0" * 64, **sections, **changes)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3.0 * MAX_MAGNITUDE])
-def test_what_has_diverged_is_not_sent(value: float) -> None:
-    mine = replica()
-    theta = mine.params.copy()
-    assert mine.sendable(theta)
-    theta[13] = value
-    assert not mine.sendable(theta)
-    with pytest.raises(NonFinite):
-        mine.encode(0, theta)
-    mine.encode(1, theta)
 
 
 def test_values_beyond_the_bound_become_the_bound() -> None:
