@@ -42,6 +42,7 @@ HONEST = ["p0", "p1", "p2"]
 HOSTILE = "p3"
 ALIVE, CONTRIBUTION, AVERAGE, END = 0, 1, 2, 3
 HUGE = 512 << 20
+CONSTANT = 0.25
 ALL = 1 << 30
 
 
@@ -96,6 +97,11 @@ class Wire:
     def averaged(self, index: int) -> bytes:
         """A sound averaged chunk: of the own contribution alone."""
         return self.packed(index, [self.round.me], self.mean(index))
+
+    def constant(self, index: int) -> bytearray:
+        """An average with the same value everywhere."""
+        codec = averages_codec(self.round.around.replica.codec.name)
+        return bytearray(codec.encode(np.full(self.size(index), CONSTANT, np.float32)))
 
     def mean(self, index: int, scale: float = 1.0) -> bytearray:
         around, theta = self.round.around, self.round.theta
@@ -158,6 +164,15 @@ class Wire:
         pipe.accepted += count
         pipe.transmitted += count
         pipe.travel(piece, now, now)
+
+    async def breaks(self) -> None:
+        """The stream breaks in the middle of a frame."""
+        if isinstance(self.stream, FrameStream):
+            self.stream._pipe.end_writing()  # closing it would put a last word into the frame
+            await self.stream.close()
+        elif isinstance(self.stream, SimStream):
+            await asyncio.sleep(0.5)  # a reset overtakes what is under way
+            self.stream.wire.reset("it broke in the middle of a frame")
 
     async def begin(self) -> Welcome:
         """As every member: hello, welcome, and the first chunk."""
@@ -238,9 +253,13 @@ async def beyond_the_bound(wire: Wire) -> None:
     """1e30 in every value."""
     await wire.begin()
     index = wire.part.first + 1
+    await wire.frame(CONTRIBUTION, index, huge_values(wire.size(index)))
+
+
+def huge_values(n: int) -> bytes:
+    """1e30 in every value of an ``int8`` payload."""
     scale = int(np.array([1e30 / 127], np.float32).view(np.uint32)[0]) >> 16
-    blocks = -(-wire.size(index) // 64)
-    await wire.frame(CONTRIBUTION, index, struct.pack("<H", scale) * blocks + b"\x7f" * wire.size(index))
+    return struct.pack("<H", scale) * -(-n // 64) + b"\x7f" * n
 
 
 async def constant(wire: Wire) -> None:
@@ -248,7 +267,7 @@ async def constant(wire: Wire) -> None:
     await wire.stream.send(encode(wire.hello))
     decode(await wire.stream.receive(1024), Welcome, wire.stream.peer)
     for index in range(wire.part.first, wire.last + 1):
-        values = np.full(wire.size(index), 0.25, np.float32)
+        values = np.full(wire.size(index), CONSTANT, np.float32)
         await wire.frame(CONTRIBUTION, index, wire.round.around.replica.codec.encode(values))
     await wire.end()
 
@@ -257,12 +276,7 @@ async def half_a_chunk(wire: Wire) -> None:
     """The stream breaks in the middle of a frame, and no other one follows."""
     await wire.begin()
     await _half(wire)
-    if isinstance(wire.stream, FrameStream):
-        wire.stream._pipe.end_writing()  # closing it would put a last word into the frame
-        await wire.stream.close()
-    elif isinstance(wire.stream, SimStream):
-        await asyncio.sleep(0.5)  # a reset overtakes what is under way
-        wire.stream.wire.reset("it broke in the middle of a frame")
+    await wire.breaks()
 
 
 async def _half(wire: Wire) -> int:
@@ -447,6 +461,31 @@ async def average_of_nan(wire: Wire) -> None:
     await wire.frame(AVERAGE, wire.part.first + 1, wire.packed(wire.part.first + 1, [wire.round.me], payload))
 
 
+async def average_beyond_the_bound(wire: Wire) -> None:
+    """1e30 in every value."""
+    await wire.average(wire.part.first)
+    index = wire.part.first + 1
+    payload = bytearray(huge_values(wire.size(index)))
+    await wire.frame(AVERAGE, index, wire.packed(index, [wire.round.me], payload))
+
+
+async def constant_average(wire: Wire) -> None:
+    """Every value the same, as if it had brought that itself: unusual, and valid."""
+    for index in range(wire.part.first, wire.last + 1):
+        await wire.frame(AVERAGE, index, wire.packed(index, [wire.round.me], wire.constant(index)))
+    await wire.end()
+
+
+async def half_an_average(wire: Wire) -> None:
+    """The stream breaks in the middle of a frame, and so does each that follows."""
+    index = wire.part.first + 1
+    if wire.hello.have < index:
+        await wire.average(wire.part.first)
+    frame = struct.pack(">BI", AVERAGE, index) + wire.averaged(index)
+    await wire.part_of_a_frame(len(frame), frame[: len(frame) // 2])
+    await wire.breaks()
+
+
 async def average_of_wrong_shape(wire: Wire) -> None:
     await wire.average(wire.part.first)
     await wire.frame(AVERAGE, wire.part.first + 1, wire.averaged(wire.part.first + 1)[:-3])
@@ -552,6 +591,9 @@ async def pickle_as_welcome(wire: Wire) -> None:
 UNWELCOMING = (welcome_to_another_roster, pickle_as_welcome)
 REDUCER = [
     Case(average_of_nan, "what no encoder writes"),
+    Case(average_beyond_the_bound, "what no encoder writes"),
+    Case(constant_average),
+    Case(half_an_average, "stands still", fault="slow", ends=False),
     Case(average_of_wrong_shape, r"values in int8 takes \d+ bytes, received"),
     Case(average_of_another_version, "of version 2"),
     Case(average_twice, r"chunk \d+ where \d+ was due"),
@@ -659,7 +701,8 @@ class HostileRound(Round):
         """What it holds itself is sound, so that it can propose and sign like everyone."""
         wire = self._made_wire(part, None, None)  # type: ignore[arg-type]
         for index in range(part.first, part.first + part.count):
-            self._hold(index, wire.averaged(index))
+            told = wire.constant(index) if self.case.act is constant_average else wire.mean(index)
+            self._hold(index, wire.packed(index, [self.me], told))
 
     async def serve(self, stream: Stream, hello: Hello) -> None:
         part = next((p for p in self.seal.parts if (p.first, p.count) == (hello.first, hello.count)), None)
@@ -748,12 +791,15 @@ class Attack:
         return hostile
 
 
-def constant_where_it_is_sent(current: HostileRound, x: np.ndarray) -> None:
-    """What it brings to the parts of others, written over what it would have brought."""
+def constant_where_it_is_told(current: HostileRound, x: np.ndarray) -> None:
+    """What it brings by its word, written over what it would have brought: to the parts of others, or to its own."""
     for part in current.seal.parts:
-        if part.reducer != current.me:
+        if (part.reducer != current.me) == (current.case.act is constant):
             for index in range(part.first, part.first + part.count):
-                x[current.around.layout.span(index)] = 0.25
+                x[current.around.layout.span(index)] = CONSTANT
+
+
+CONSTANTS = (constant, constant_average)
 
 
 def verdict(

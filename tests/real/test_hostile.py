@@ -31,6 +31,7 @@ from atoll.protocol.records import RecordGate
 from atoll.protocol.transport import Standing, Transport
 
 from ..hostile import (
+    CONSTANTS,
     HONEST,
     HOSTILE,
     MEMBER,
@@ -38,8 +39,7 @@ from ..hostile import (
     Attack,
     Case,
     HostileRound,
-    constant,
-    constant_where_it_is_sent,
+    constant_where_it_is_told,
     overstate,
     verdict,
 )
@@ -99,8 +99,8 @@ class RealSwarm(Swarm):
             await transport.close()  # type: ignore[attr-defined]
 
     def _began(self, current: HostileRound) -> None:
-        if current.case.act is constant:
-            constant_where_it_is_sent(current, self.contributions[(HOSTILE, current.roster_id.hex())].x)
+        if current.case.act in CONSTANTS:
+            constant_where_it_is_told(current, self.contributions[(HOSTILE, current.roster_id.hex())].x)
 
     async def until(self, what: str, condition: Callable[[], Any], seconds: float = LIMIT) -> Any:
         deadline = time.monotonic() + seconds

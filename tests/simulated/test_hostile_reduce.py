@@ -17,6 +17,7 @@ from atoll.protocol.simulation import SimTransport
 from atoll.protocol.transport import Stream
 
 from ..hostile import (
+    CONSTANTS,
     HONEST,
     HOSTILE,
     MEMBER,
@@ -26,8 +27,7 @@ from ..hostile import (
     HostileRound,
     as_many_stories_as_members,
     at_random,
-    constant,
-    constant_where_it_is_sent,
+    constant_where_it_is_told,
     overstate,
     seal_heavily,
     verdict,
@@ -41,18 +41,20 @@ LIMIT = 120.0
 class Attacked(Swarm):
     """A swarm whose fourth peer plays a case in its next rounds with weights after the second commit."""
 
-    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> None:
-        super().__init__(manifest(budget={"rounds": 40}, round={"quorum": 3}), seed=seed)
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, reduces: bool = True, **rules: Any) -> None:
+        rules["round"] = {"quorum": 3, **rules.get("round", {})}
+        super().__init__(manifest(budget={"rounds": 40}, **rules), seed=1)
         for name in [*HONEST, HOSTILE]:
-            self.add(name)
+            # Whom nobody reaches has no part.
+            self.add(name, reachable=reduces or name != HOSTILE)
         self.ids = {name: str(host.peer_id) for name, host in self.hosts.items()}
         self.attack = Attack(self.ids[HOSTILE], tmp_path / "unpickled", began=self._began)
         monkeypatch.setattr("atoll.protocol.rounds.Round", self.attack.round)
 
     def _began(self, current: HostileRound) -> None:
-        if current.case.act is constant:
+        if current.case.act in CONSTANTS:
             brought = self.contributions[(HOSTILE, current.roster_id.hex())]
-            constant_where_it_is_sent(current, brought.x)
+            constant_where_it_is_told(current, brought.x)
 
     def agree(self) -> bool:
         """Whether all the honest are at one head now."""
