@@ -104,7 +104,7 @@ class CatchingUp:
                     self._guide.doubt(peer)
                     self._heads.ahead.pop(peer, None)
                 else:
-                    self._heads.disbelieve(peer)
+                    self._heads.disbelieve(peer, mute=peer in self._fetcher.mute)
         self._heads.looking = None
         self._wake.set()
 

@@ -97,7 +97,7 @@ class Coordinating:
         leases = due is Due.LEASES
         awaited = {peer for peer in chosen if peer not in self._timing.deaf}
         fragment = self._layout.due(self._core.head.outer_step) if leases else self._core.fragment
-        nonce, head = self._transport.random.randbytes(16), self._core.head
+        nonce, head = self._transport.nonce(), self._core.head
         calling = Calling(nonce, self._core.last_round + 1, head, awaited, leases, fragment=fragment)
         self._engagement.calling, self._engagement.whose = calling, self._me
         call = Call(nonce, calling.round, fragment, head, leases)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from .errors import PeerMisbehaved
 from .identity import Signer
 from .manifest import Manifest
+from .messages import GENESIS
 from .records import BUCKETS, Record, bucket_of, dht_key, open_record, seal_record
 from .transport import PeerId, Transport
 from .wakeup import Wakeup
@@ -80,6 +81,14 @@ class Directory:
     def lonely(self) -> bool:
         """Whether this peer reads again and again, and finds no record of another that it can believe."""
         return self._barren > BARREN and self._transport.now() - self._began > SETTLED
+
+    def runs(self) -> bool:
+        """Whether anybody whose record is alive says that the run has begun."""
+        since = self._transport.now() - EXPIRES_IN
+        return any(
+            known.record is not None and known.record.head != GENESIS and known.seen > since
+            for known in self.known.values()
+        )
 
     def anew(self) -> None:
         """The wall clock is another: read all records, and publish the own one, at once."""

@@ -164,6 +164,8 @@ class Fetcher:
         self._patience = 2 * manifest.round.silence
         self._liars: dict[PeerId, None] = {}
         """Donors that broke the protocol: not asked again by this fetcher."""
+        self.mute: dict[PeerId, None] = {}
+        """Donors that gave no answer when they were last asked what head they have."""
         count = layout.count
         # A commit names every chunk (hash and contributors) and every member, besides fixed fields.
         self._commit_limit = count * (_HASH + MAX_MEMBERS // 8 + 8) + MAX_MEMBERS * 512 + 4096
@@ -258,12 +260,16 @@ class Fetcher:
         try:
             # One limit for all of it: who answers "wait" for ever must not hold up what the others say.
             async with asyncio.timeout(self._patience):
-                return await ask(self._transport, peer, GetHeads(), Heads, limit=1 << 16, patience=self._patience)
+                offer = await ask(self._transport, peer, GetHeads(), Heads, limit=1 << 16, patience=self._patience)
         except NetworkDown as error:
             return error
         except (TransportError, TimeoutError) as error:
+            if fault_of(error) in (Fault.GONE, Fault.SLOW):
+                self.mute[peer] = None
             self._drop(peer, error)
             return None
+        self.mute.pop(peer, None)
+        return offer
 
     async def _way(
         self,

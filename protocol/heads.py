@@ -30,6 +30,8 @@ class Heads:
         """Those of them that are worth a look: better than the own head, or with the organiser's anchor behind them."""
         self.doubts = PutOff(core.transport.now, core.silence, 60 * core.silence)
         """Who claimed a head that could not be had."""
+        self._mute: dict[PeerId, None] = {}
+        """Those of them that gave no answer at all, which says nothing against what they claim."""
         self.owed = GENESIS
         """The best head that this peer ever had; below it, it takes part in nothing."""
         self.better_since: float | None = None
@@ -91,11 +93,25 @@ class Heads:
         coming = self._flights.at(self._core.head.outer_step) is not None
         return self._reached(self.better_since + (2 * self._silence if coming else self._silence / 5))
 
-    def disbelieve(self, peer: PeerId) -> None:
-        """What that peer said is not what it gives; it is asked again after a while, each time a longer one."""
+    def disbelieve(self, peer: PeerId, *, mute: bool = False) -> None:
+        """What that peer said is not what it gives; it is asked again after a while, each time a longer one.
+
+        mute: it gave no answer. Then it is asked again as soon as it says something itself: behind NAT, it may be
+        that only now there is a way to it.
+        """
         self.claimed.pop(peer, None)
         self.ahead.pop(peer, None)
         self.doubts.add(peer)
+        if mute:
+            self._mute[peer] = None
+        else:
+            self._mute.pop(peer, None)
+
+    def spoke(self, peer: PeerId) -> None:
+        """A peer has sent a message of its own."""
+        if peer in self._mute:
+            del self._mute[peer]
+            self.doubts.discard(peer)
 
     def owes(self) -> bool:
         """Whether this peer has had a better head than its own is now."""
@@ -106,6 +122,6 @@ class Heads:
         self.better_since = None
 
     def forget(self, peer: PeerId) -> None:
-        for table in (self.claimed, self.ahead):
+        for table in (self.claimed, self.ahead, self._mute):
             table.pop(peer, None)
         self.doubts.discard(peer)

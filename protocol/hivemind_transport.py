@@ -14,6 +14,7 @@ import asyncio
 import functools
 import logging
 import random
+import secrets
 import socket
 import time
 from collections import OrderedDict
@@ -220,6 +221,9 @@ class HivemindTransport(Transport):
         return self
 
     # The interface
+
+    def nonce(self) -> bytes:
+        return secrets.token_bytes(16)
 
     def now(self) -> float:
         return time.clock_gettime(_CLOCK)

@@ -122,7 +122,7 @@ class Peer:
         self._on_head = on_head
         self._silence = manifest.round.silence
         self._transfer_told = float("-inf")
-        nonce = transport.random.randbytes(16)
+        nonce = transport.nonce()
         agenda = Agenda(transport.now)
         self._wake = agenda.wake
         self._events = Refusals(events, transport.now)
@@ -139,7 +139,7 @@ class Peer:
         )  # fmt: skip
         self.directory = Directory(
             transport, signer, manifest, record=self._record, refused=self._refuse, changed=self._wake.set,
-            told=lambda peer, record: self._heads.told(peer, record), forgotten=self._forget,
+            told=self._told, forgotten=self._forget,
         )  # fmt: skip
         self.donor = Donor(
             transport, store, admits=manifest.admits, busy=lambda: self._flights.busy, recent=self._flights.recent,
@@ -360,10 +360,18 @@ class Peer:
 
     # --- news ----------------------------------------------------------------------------------------------------
 
+    def _told(self, peer: PeerId, record: Record) -> None:
+        """There is a new record of a peer."""
+        self._heads.told(peer, record)
+        if record.reachable and not self._core.reachable and self.island is not None and self.messenger.failing(peer):
+            # It lives, and cannot dial this peer, which it may need: after its return nobody else may know the run.
+            self.messenger.post(peer, self._reports.own())
+
     def _receive(self, peer: PeerId, message: Control) -> None:
         self.directory.heard(peer)
         if peer not in self.directory.known and not self._flights.has(peer):
             return  # there is no room for more peers, so nothing is kept of this one
+        self._heads.spoke(peer)
         match message:
             case Report():
                 self._reports.hear(peer, message)

@@ -247,6 +247,9 @@ class SimTransport(Transport):
         self._waiting: list[_Dial] = []
         self._quota = StreamQuota()
 
+    def nonce(self) -> bytes:
+        return self.random.randbytes(16)  # it is seeded by the incarnation too
+
     async def pause(self, seconds: float) -> bool:
         """Sleep; then whether this transport is still in use. Never returns in a dead process."""
         if self.process.state == DEAD:

@@ -6,9 +6,10 @@ from enum import Enum
 
 from .control import Report
 from .core import Core
+from .directory import PUBLISH_EVERY, READ_EVERY
 from .errors import ResourceError
 from .heads import Heads
-from .messages import MAX_ROUND_GAP
+from .messages import GENESIS, MAX_ROUND_GAP
 from .putoff import PutOff
 from .reports import Reports
 from .succession import Succession
@@ -20,6 +21,9 @@ ALONE = 3
 LOOKING = 7
 """The same while others claim a better head that it has found no reason to doubt: as long as a commit may take after a
 fault. A claim must not keep it from going on for ever."""
+MEETING = PUBLISH_EVERY + 2 * READ_EVERY[1]
+"""Seconds more for which a peer that has no state begins no run while others say that there is one: until those that it
+cannot dial, behind NAT, have read of it and dialled it."""
 
 
 class Due(Enum):
@@ -55,6 +59,8 @@ class Timing:
         """Since when a quorum has been ready on this base."""
         self.alone_since = core.transport.now()
         """Since when nobody else has been live here."""
+        self._elsewhere_since: float | None = None
+        """Since when others, and not this peer, have been known to have a head."""
         self.rests_until = float("-inf")
         """A call that came to nothing is not repeated at once: neither the others nor the log must drown in calls."""
         self.deaf = PutOff(core.transport.now, 8 * core.silence, 64 * core.silence)
@@ -114,6 +120,12 @@ class Timing:
         leases alone when somebody has no samples and the next round is not near."""
         rules, now = self._rules, self._transport.now()
         head, flights = self._core.head, self._flights
+        if head != GENESIS or not self._directory.runs():
+            self._elsewhere_since = None
+        else:
+            self._elsewhere_since = now if self._elsewhere_since is None else self._elsewhere_since
+            if not self._reached(self._elsewhere_since + LOOKING * self._silence + MEETING):
+                return None  # the run goes on elsewhere; to begin it again would be a fork from its start
         # Who does not answer calls makes no quorum, whatever it reports.
         live = everyone
         if deaf := self.deaf.members():

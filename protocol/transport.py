@@ -105,7 +105,11 @@ class Transport(ABC):
     peer_id: PeerId
     dht: Dht
     random: random.Random
-    """The only source of randomness for protocol code."""
+    """The only source of randomness for protocol code; with a seed it gives the same after a restart."""
+
+    @abstractmethod
+    def nonce(self) -> bytes:
+        """16 bytes that nobody has had before, an earlier process of this peer with the same seed included."""
 
     @abstractmethod
     def now(self) -> float:

@@ -646,3 +646,20 @@ def test_importing_hivemind_changes_nothing_else() -> None:
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_peer_that_starts_again_with_the_same_seed_has_other_nonces(tmp_path: Path) -> None:
+    """Rosters and calls are told apart by them: with the seed's own it would enter, and sign, the same ones again."""
+    nonces = []
+
+    async def run() -> None:
+        for _ in range(2):
+            transport = await make(tmp_path, "one", seed=7)
+            try:
+                nonces.extend([transport.nonce(), transport.nonce()])
+            finally:
+                await transport.close()
+
+    asyncio.run(run())
+    assert len({*nonces}) == 4
+    assert {len(nonce) for nonce in nonces} == {16}

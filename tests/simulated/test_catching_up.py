@@ -10,6 +10,7 @@ import pytest
 from atoll.protocol.disk import MemoryDisk
 from atoll.protocol.messages import NO_DIGEST
 from atoll.protocol.store import HEAD_FILE
+from atoll.protocol.timing import MEETING
 
 from .swarm import Swarm, manifest
 from .test_swarm import build
@@ -109,17 +110,52 @@ def test_alone_it_founds_no_chain_while_it_looks_for_the_way_to_the_others() -> 
 
 
 def test_a_claim_alone_keeps_nobody_from_going_on() -> None:
-    """Whoever claims a head, and lets it look for the way for ever: after 7T it goes on alone."""
+    """Whoever claims a head, and lets it look for the way for ever: after 7T, and what it takes the others to hear of
+    it, it goes on alone."""
     swarm = build(3, seed=5, round={"quorum": 1}, budget={"rounds": 10**6})
 
     async def main() -> None:
         await asyncio.sleep(20)
         lose_and_restart(swarm, "p1", 1e6)
-        await asyncio.sleep(25)
+        await asyncio.sleep(25 + MEETING)
 
     swarm.network.run(main())
     assert len(founded(swarm)) == 2
-    assert 7 * SILENCE <= founded(swarm)[1] - 20 < 8.5 * SILENCE
+    assert 7 * SILENCE + MEETING <= founded(swarm)[1] - 20 < 8.5 * SILENCE + MEETING
+
+
+@pytest.mark.parametrize("wiped", [["p1"], ["p1", "p2"]])
+def test_who_can_reach_nobody_that_has_the_run_does_not_begin_it_again(wiped: list[str]) -> None:
+    """Cut off from the others, with one that is behind NAT and slow: to who came back with an empty disk that seemed
+    not to answer, and after 3T it began at θ₀, in a run of quorum 1 (seed 23372 of tests.churn). What is behind NAT
+    dials it now when it reads of it. Two that came back together began at once."""
+    rules = {"silence": SILENCE, "inner_steps": 100, "quorum": len(wiped)}
+    swarm = Swarm(manifest(round=rules, budget={"rounds": 10**6}), seed=23372, steps={"p0": 1.0})
+    swarm.add("p0", reachable=False)
+    start(swarm, [f"p{n}" for n in range(1, 8)])
+
+    async def main() -> None:
+        await asyncio.sleep(60)
+        assert all(swarm.life(name).peer.head.height > 2 for name in swarm.hosts)
+        few = ["p0", *wiped]
+        swarm.network.cut(few, [name for name in swarm.hosts if name not in few])
+        await asyncio.sleep(10)
+        for name in wiped:
+            swarm.crash(name)
+            swarm.disks[name] = MemoryDisk()
+        await asyncio.sleep(10)
+        for name in wiped:
+            swarm.restart(name)
+        await asyncio.sleep(80)
+
+    swarm.network.run(main())
+    swarm.check_samples()
+    assert swarm.violations == []
+    assert len(founded(swarm)) == 1
+    for name in wiped:
+        back = contributions(swarm, name, 80.0)
+        assert back
+        assert back[0] < 80 + 7 * SILENCE + MEETING + 20
 
 
 @pytest.mark.parametrize("twice", [False, True])
