@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atoll.protocol.codecs import MAX_MAGNITUDE
+from atoll.protocol.codecs import MAX_MAGNITUDE, get_codec
 from atoll.protocol.codecs.base import LIMIT_BITS
 from atoll.protocol.codecs.int8 import BLOCK, SCALE_LIMIT
 from atoll.protocol.errors import NonFinite, PeerMisbehaved
-from atoll.protocol.kernels import subnormals_on
+from atoll.protocol.kernels import probe, subnormals_on
 from atoll.protocol.kernels_numba import INT4_LEVELS, INT4_ZERO
 from atoll.protocol.layout import ChunkLayout
 
@@ -98,6 +98,35 @@ def decode_rows(name: str, payload: Tensor, n: int) -> Tensor:
     _supported(name)
     _subnormals(payload)
     return _decoded(name, payload, n)
+
+
+def defect(name: str, device: torch.device) -> str:
+    """What keeps this device from encoding: an error, or other bits than the protocol's; empty when nothing does.
+
+    Some ten thousand values of all magnitudes are encoded and decoded there, and compared; it takes milliseconds.
+    """
+    codec = get_codec(name)
+    try:
+        for count, n in ((2, 5000), (1, BLOCK), (1, 4 * BLOCK + 37)):
+            values = probe(count * n, n).reshape(count, n)
+            payload, sound = encode_rows(name, torch.from_numpy(values.copy()).to(device))
+            back = decode_rows(name, payload, n).cpu().numpy()
+            if not bool(sound):
+                return f"{device} refuses to encode sound values as {name}"
+            for row, given, found in zip(values, payload.cpu().numpy(), back, strict=True):
+                expected, exact = bytes(codec.encode(row)), np.empty(n, np.float32)
+                codec.decode(expected, n, exact)
+                if given.tobytes() != expected:
+                    return f"{device} makes other bytes of {name} than the protocol"
+                if found.tobytes() != exact.tobytes():
+                    return f"{device} reads other values from {name} than the protocol"
+            spoilt = torch.from_numpy(values.copy()).to(device)
+            spoilt[-1, -1] = torch.nan
+            if bool(encode_rows(name, spoilt)[1]):
+                return f"{device} takes NaN for a number to encode as {name}"
+    except Exception as error:  # whatever it is, the host can still encode
+        return f"{device} cannot encode {name}: {type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"
+    return ""
 
 
 def payload_size(name: str, n: int) -> int:

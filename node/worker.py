@@ -109,7 +109,7 @@ class Worker:
 
         from atoll.protocol.fragments import make_layout
 
-        from . import data
+        from . import codecs_torch, data
         from .config import DataConfig, InnerConfig, ModelConfig
         from .device_replica import DeviceReplica, side_stream
         from .learner import Learner, choose_device, default_threads
@@ -144,7 +144,8 @@ class Worker:
             )
 
         coding, note = setup.coding, ""
-        if coding is not None and (coding.must or place.type == "cuda"):
+        wanted = coding is not None and (coding.must or place.type == "cuda")
+        if coding is not None and wanted and not (note := codecs_torch.defect(coding.codec, place)):
             layout = make_layout(setup.parameters, coding.chunk, coding.layers, setup.fragments, coding.packing)
             memory: list[torch.Tensor] = []
             try:
@@ -154,8 +155,8 @@ class Worker:
             except RuntimeError as error:  # of which running out of memory is a kind
                 note = f"{place} has no room to encode on it: {str(error).splitlines()[0]}"
             memory.clear()
-            if self.replica is None and place.type == "cuda":
-                torch.cuda.empty_cache()
+        if self.replica is None and place.type == "cuda":
+            torch.cuda.empty_cache()
         if self.replica is None:
             self.learner = learner(False)
         self.batch = self.learner.inner.batch

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from atoll.node import codecs_torch
 from atoll.node import encoder as encoding
 from atoll.node import trainer as trainer_module
 from atoll.node import worker as worker_module
@@ -410,7 +411,7 @@ def test_with_a_source_that_is_gone_goes_the_limit_of_what_was_to_be_handed_over
     run(body)
 
 
-def test_a_device_without_room_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_with_other_bits_or_without_room_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -437,6 +438,15 @@ def test_a_device_without_room_is_told_at_the_start(monkeypatch: pytest.MonkeyPa
     ready, shares = child()
     assert ready.encodes
     assert not shares
+    encode = codecs_torch.encode_rows
+    monkeypatch.setattr(
+        codecs_torch, "encode_rows", lambda name, rows: (encode(name, rows)[0] ^ 1, encode(name, rows)[1])
+    )
+    ready, shares = child()
+    assert not ready.encodes
+    assert ready.note == "cpu makes other bytes of int8 than the protocol"
+    assert shares
+    monkeypatch.setattr(codecs_torch, "encode_rows", encode)
     monkeypatch.setattr(DeviceReplica, "allocate", full)
     ready, shares = child()
     assert not ready.encodes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,6 +113,35 @@ def test_flushed_subnormals_are_switched_on_again(name: str) -> None:
         same(name, SPECIAL["subnormal1000"], "cpu")
     finally:
         torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_device_is_checked_before_it_encodes(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = torch.device(device)
+    assert codecs_torch.defect(name, place) == ""
+    encode, decode = codecs_torch.encode_rows, codecs_torch.decode_rows
+
+    def differs(which: str, rows: Callable[..., Any], said: str) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(codecs_torch, which, rows)
+            assert said in codecs_torch.defect(name, place)
+
+    def last(payload: torch.Tensor) -> torch.Tensor:
+        payload[-1, -1] ^= 0x10
+        return payload
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nand more")
+
+    def sound(rows: torch.Tensor, always: bool) -> torch.Tensor:
+        return torch.full((), always, device=rows.device)
+
+    differs("encode_rows", lambda name, rows: (last(encode(name, rows)[0]), encode(name, rows)[1]), "other bytes")
+    differs("encode_rows", lambda name, rows: (encode(name, rows)[0], sound(rows, False)), "refuses")
+    differs("encode_rows", lambda name, rows: (encode(name, rows)[0], sound(rows, True)), "NaN")
+    differs("encode_rows", fails, "RuntimeError: CUDA error: no kernel image is available for execution on the device")
+    differs("decode_rows", lambda name, payload, n: decode(name, payload, n) * 1.0000002, "other values")
 
 
 def test_wrong_arguments_are_refused() -> None:
