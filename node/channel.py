@@ -171,6 +171,8 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     encodes: bool = False
     note: str = ""
     """Why it does not encode, though it was asked to."""
+    pageable: str = ""
+    """Why the shared memory is not page-locked, though that would pay."""
 
 
 class Frozen(msgspec.Struct, tag="frozen", frozen=True):

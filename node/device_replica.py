@@ -272,7 +272,8 @@ class DeviceReplica:
         return values[batch.place : batch.place + batch.count * batch.size]
 
     def _up(self, new: Tensor, batch: Batch) -> Tensor:
-        return self._span(new, batch).to(self.flat.device)
+        # From page-locked memory the host does not wait for each batch; :meth:`commit` waits for all in the end.
+        return self._span(new, batch).to(self.flat.device, non_blocking=True)
 
     def _copied(self, parts: Sequence[tuple[int, int]]) -> Tensor:
         return torch.cat([self.flat[start:stop] for start, stop in parts])

@@ -647,6 +647,9 @@ class TrainerProcess(Island):
             self.encoder = None
             if self._setup.coding is not None:
                 self._encode_on_host(ready.note)
+        if ready.pageable:
+            message = f"copies between {ready.device} and this machine's memory take longer, it is not page-locked: "
+            self._log("warning", {"message": message + ready.pageable})
         # it writes nothing before its first order
         self._settle()
         counters = self._memory.read()

@@ -109,7 +109,7 @@ class Worker:
 
         from atoll.protocol.fragments import make_layout
 
-        from . import codecs_torch, data
+        from . import codecs_torch, data, pinned
         from .config import DataConfig, InnerConfig, ModelConfig
         from .device_replica import DeviceReplica, side_stream
         from .learner import Learner, choose_device, default_threads
@@ -180,7 +180,8 @@ class Worker:
         precision = "bfloat16" if self.learner.dtype is torch.bfloat16 else "float32"
         self.beside = side_stream(device)
         encodes = self.replica is not None
-        _send(control, Ready(str(device), name, threads, precision, self.learner.micro_batch, encodes, note))
+        pageable = pinned.lock([self.memory.array], device)
+        _send(control, Ready(str(device), name, threads, precision, self.learner.micro_batch, encodes, note, pageable))
 
     def run(self) -> None:
         """Train whenever allowed and leased; never returns while the parent lives."""
@@ -252,6 +253,15 @@ class Worker:
 
     def load(self, again: bool = False) -> None:
         """Take θ from the shared memory, if that has not been done in this life, or has to be done again."""
+        from . import pinned
+
+        if not self.loaded:
+            # Only now has the parent allocated the rest of what this child needs.
+            memory = self.memory
+            if self.replica is not None:
+                pinned.lock([memory.window, memory.encoded], self.learner.device)
+            elif memory.frozen is not None:
+                pinned.lock([memory.frozen], self.learner.device)
         if again or not self.loaded:
             self.learner.load()
             if self.replica is not None:
