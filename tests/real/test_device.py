@@ -1,4 +1,4 @@
-"""Encoding in the trainer child, as real processes, on CPU tensors: the same path as on a GPU."""
+"""Encoding in the trainer child, as real processes: on CPU tensors, and on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from atoll.node import codecs_torch
+from atoll.node import codecs_torch, pinned
 from atoll.node import encoder as encoding
 from atoll.node import trainer as trainer_module
 from atoll.node import worker as worker_module
@@ -46,6 +46,7 @@ pytestmark = pytest.mark.real
 
 CONFIG = ModelConfig.from_table(MODEL)
 COUNT = count_parameters(CONFIG)
+DEVICES = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
 HEADS = [bytes([number]) * 32 for number in range(8)]
 
 
@@ -54,6 +55,11 @@ def signed(**rules: Any) -> Manifest:
         "device", model=MODEL, inner={"batch": 4}, round={"inner_steps": 20, **rules}, state={"chunk": 4096}
     )
     return made.replace(codec={"name": "int8", "error_feedback": 0.9})
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 class Bench:
@@ -112,17 +118,18 @@ class Bench:
         )
 
 
-def run(body: Callable[[Bench], Awaitable[None]], **rules: Any) -> None:
+def run(body: Callable[[Bench], Awaitable[None]], device: str, **rules: Any) -> None:
     async def whole() -> int:
         manifest, events = signed(**rules), Events()
-        coding, why = coding_of(manifest, "device", "cpu")
+        coding, why = coding_of(manifest, "device", device)
         assert not why
         island = await TrainerProcess.start(
-            CONFIG, DataConfig(), InnerConfig.from_table({"batch": 4}), 20, 10, device="cpu", threads=1,
+            CONFIG, DataConfig(), InnerConfig.from_table({"batch": 4}), 20, 10, device=device, threads=1,
             overlap=manifest.round.overlap > 0, coding=coding, log=events,
         )  # fmt: skip
         try:
             assert events.named("trainer")[0]["encode"] == "device"
+            assert events.named("trainer")[0]["device"] == device
             await body(Bench(island, manifest, events))
             return island.pid or 0
         finally:
@@ -132,7 +139,7 @@ def run(body: Callable[[Bench], Awaitable[None]], **rules: Any) -> None:
     assert not pid or not os.path.exists(f"/proc/{pid}")
 
 
-def test_a_round_without_overlap() -> None:
+def test_a_round_without_overlap(device: str) -> None:
     async def body(bench: Bench) -> None:
         island, encoder = bench.island, bench.encoder
         await bench.begin()
@@ -163,10 +170,10 @@ def test_a_round_without_overlap() -> None:
             assert await encoder.residual(HEADS[7]) is None, "it belongs to one head only"
             await island.resume(reload=False, spent=0, outer_step=bench.outer_step)
 
-    run(body)
+    run(body, device)
 
 
-def test_a_round_in_flight_a_void_one_and_one_that_was_committed_late() -> None:
+def test_a_round_in_flight_a_void_one_and_one_that_was_committed_late(device: str) -> None:
     async def body(bench: Bench) -> None:
         island, encoder = bench.island, bench.encoder
         parts = bench.host.layout.stretches()
@@ -201,10 +208,10 @@ def test_a_round_in_flight_a_void_one_and_one_that_was_committed_late() -> None:
         start = theta0(0, tensor_specs(CONFIG))
         assert np.abs((start - shift) - decoded).max() < 0.02 * np.abs(decoded).max()
 
-    run(body, overlap=5)
+    run(body, device, overlap=5)
 
 
-def test_a_child_that_dies_begins_anew_and_what_it_encoded_stays() -> None:
+def test_a_child_that_dies_begins_anew_and_what_it_encoded_stays(device: str) -> None:
     async def body(bench: Bench) -> None:
         island, encoder = bench.island, bench.encoder
         await bench.begin()
@@ -256,10 +263,10 @@ def test_a_child_that_dies_begins_anew_and_what_it_encoded_stays() -> None:
         await until(lambda: island.failed is None)
         await bench.trained()
 
-    run(body)
+    run(body, device)
 
 
-def test_a_child_that_hangs_is_ended_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_hangs_is_ended_in_time(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "ENCODE_TIMEOUT", 0.5)
     monkeypatch.setattr(encoding, "READ_TIMEOUT", 0.5)
 
@@ -278,10 +285,10 @@ def test_a_child_that_hangs_is_ended_in_time(monkeypatch: pytest.MonkeyPatch) ->
         await bench.island.resume(reload=False, spent=0, outer_step=0)
         await bench.trained()
 
-    run(body)
+    run(body, device)
 
 
-def test_what_was_saved_is_taken_up() -> None:
+def test_what_was_saved_is_taken_up(device: str) -> None:
     async def body(bench: Bench) -> None:
         rng = np.random.default_rng(0)
         residual = rng.standard_normal(COUNT).astype(np.float32) * np.float32(0.01)
@@ -301,10 +308,10 @@ def test_what_was_saved_is_taken_up() -> None:
         await bench.island.freeze()
         assert await bench.encoder.residual(HEADS[3]) is None
 
-    run(body)
+    run(body, device)
 
 
-def test_a_child_that_keeps_failing_to_encode_leaves_it_to_the_host() -> None:
+def test_a_child_that_keeps_failing_to_encode_leaves_it_to_the_host(device: str) -> None:
     """Else the peer would have nothing to bring, round after round. Once costs it no more than that round."""
 
     async def body(bench: Bench) -> None:
@@ -339,7 +346,7 @@ def test_a_child_that_keeps_failing_to_encode_leaves_it_to_the_host() -> None:
         assert island.frozen is not None
         assert np.abs(island.frozen - bench.host.params).max() > 0
 
-    run(body, overlap=5)
+    run(body, device, overlap=5)
 
 
 def sabotage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
@@ -355,7 +362,7 @@ def sabotage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> No
 
 
 def test_a_child_without_memory_for_encoding_leaves_it_to_the_host_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sabotage(tmp_path, monkeypatch, "encode")
 
@@ -368,11 +375,11 @@ def test_a_child_without_memory_for_encoding_leaves_it_to_the_host_at_once(
         await until(lambda: len(bench.events.named("trainer")) == 2)
         assert bench.events.named("trainer")[-1]["encode"] == "host"
 
-    run(body)
+    run(body, device)
 
 
 def test_what_cannot_be_read_is_not_taken_for_what_lies_in_the_window(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sabotage(tmp_path, monkeypatch, "read")
 
@@ -388,10 +395,10 @@ def test_what_cannot_be_read_is_not_taken_for_what_lies_in_the_window(
         await bench.island.resume(reload=False, spent=0, outer_step=0)
         await bench.trained()
 
-    run(body)
+    run(body, device)
 
 
-def test_with_a_source_that_is_gone_goes_the_limit_of_what_was_to_be_handed_over() -> None:
+def test_with_a_source_that_is_gone_goes_the_limit_of_what_was_to_be_handed_over(device: str) -> None:
     async def body(bench: Bench) -> None:
         island = bench.island
         await bench.begin()
@@ -408,10 +415,12 @@ def test_with_a_source_that_is_gone_goes_the_limit_of_what_was_to_be_handed_over
         assert island._until is None
         await until(lambda: island.progress().steps > before + 5)
 
-    run(body)
+    run(body, device)
 
 
-def test_a_device_with_other_bits_or_without_room_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_with_other_bits_or_without_room_is_told_at_the_start(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -422,15 +431,16 @@ def test_a_device_with_other_bits_or_without_room_is_told_at_the_start(monkeypat
             ready = to_parent.decode(ours.recv(1 << 16))
         assert isinstance(ready, Ready)
         assert (made.replica is not None) == ready.encodes
+        pinned.unlock([made.memory.array], made.learner.device)  # this process goes on
         return ready, made.learner.flat is made.learner.host
 
     monkeypatch.setattr(worker_module, "be_nice", lambda: None)
-    coding, _ = coding_of(signed(), "device", "cpu")
+    coding, _ = coding_of(signed(), "device", device)
     assert coding is not None
 
     async def trainer() -> TrainerProcess:
         return TrainerProcess(
-            CONFIG, DataConfig(), InnerConfig.from_table({"batch": 4}), 20, 10, device="cpu", threads=1, coding=coding
+            CONFIG, DataConfig(), InnerConfig.from_table({"batch": 4}), 20, 10, device=device, threads=1, coding=coding
         )
 
     island = asyncio.run(trainer())
@@ -444,16 +454,16 @@ def test_a_device_with_other_bits_or_without_room_is_told_at_the_start(monkeypat
     )
     ready, shares = child()
     assert not ready.encodes
-    assert ready.note == "cpu makes other bytes of int8 than the protocol"
-    assert shares
+    assert ready.note == f"{device} makes other bytes of int8 than the protocol"
+    assert shares == (device == "cpu")
     monkeypatch.setattr(codecs_torch, "encode_rows", encode)
     monkeypatch.setattr(DeviceReplica, "allocate", full)
     ready, shares = child()
     assert not ready.encodes
     assert "no room to encode on it: CUDA out of memory" in ready.note
-    assert shares
+    assert shares == (device == "cpu")
     # Not asked for on a CPU, it is not worth a word.
-    setup = msgspec.structs.replace(setup, coding=msgspec.structs.replace(coding, must=False))
+    setup = msgspec.structs.replace(setup, device="cpu", coding=msgspec.structs.replace(coding, must=False))
     ready, shares = child()
     assert (ready.encodes, ready.note, shares) == (False, "", True)
     island._memory.close()
@@ -537,17 +547,18 @@ def seals(process: Process) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
-def test_two_nodes_of_which_one_encodes_on_its_device(tmp_path: Path) -> None:
+def test_two_nodes_of_which_one_encodes_on_its_device(device: str, tmp_path: Path) -> None:
     with place(tmp_path) as here:
         manifest = small_manifest(text_folder(tmp_path / "text"), budget={"rounds": 100_000})
         layout, codec = manifest.layout, get_codec(manifest.codec.name)
         encoded = sum(codec.encoded_size(layout.size(index)) for index in range(layout.count))
         swarm = Swarm(here, manifest)
-        host, device = swarm.start("host"), swarm.start("device", "--encode", "device")
+        encodes = ("--encode", "device", "--device", device)
+        host, other = swarm.start("host", "--device", "cpu"), swarm.start("device", *encodes)
 
         def contributes(since: int) -> None:
             """Both, in the same rounds, after that one."""
-            for process in (host, device):
+            for process in (host, other):
                 process.wait(
                     "two commits with both contributions",
                     lambda: sum(
@@ -559,26 +570,26 @@ def test_two_nodes_of_which_one_encodes_on_its_device(tmp_path: Path) -> None:
                 )  # fmt: skip
 
         contributes(0)
-        assert device.all("trainer")[0]["encode"] == "device"
+        assert other.all("trainer")[0]["encode"] == "device"
         assert host.all("trainer")[0]["encode"] == "host"
         assert not seals(host)
-        assert len(seals(device)) >= 2
-        assert all(encoded <= event["device_bytes"] <= 1.05 * encoded for event in seals(device))
+        assert len(seals(other)) >= 2
+        assert all(encoded <= event["device_bytes"] <= 1.05 * encoded for event in seals(other))
 
         # The trainer is killed in the middle of a round.
-        before = len(seals(device))
-        device.wait("a seal", lambda: len(seals(device)) > before)
-        os.kill(device.trainer(), signal.SIGKILL)
-        killed = max(host.round, device.round)
-        device.wait("another trainer", lambda: len(device.all("trainer")) == 2)
+        before = len(seals(other))
+        other.wait("a seal", lambda: len(seals(other)) > before)
+        os.kill(other.trainer(), signal.SIGKILL)
+        killed = max(host.round, other.round)
+        other.wait("another trainer", lambda: len(other.all("trainer")) == 2)
         contributes(killed + 1)
-        assert any("SIGKILL" in event["message"] for event in device.all("warning"))
+        assert any("SIGKILL" in event["message"] for event in other.all("warning"))
 
         # It leaves in order and comes back, with what it had not handed over.
-        device.signal(signal.SIGTERM)
-        assert device.ended(20) == 0
-        device = swarm.start("device", "--encode", "device")
-        device.wait_for("start")
-        contributes(max(host.round, device.round))
-        assert disagreements([host, device, *swarm.past]) == []
-        assert not [event for process in (host, device) for event in process.all("refused")]
+        other.signal(signal.SIGTERM)
+        assert other.ended(20) == 0
+        other = swarm.start("device", *encodes)
+        other.wait_for("start")
+        contributes(max(host.round, other.round))
+        assert disagreements([host, other, *swarm.past]) == []
+        assert not [event for process in (host, other) for event in process.all("refused")]
