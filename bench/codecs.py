@@ -171,7 +171,7 @@ def torch_jobs(values: Any, into: Any, names: list[str], *, compiled: bool) -> I
             size = layout.size(i) // len(payloads[i])
             for row, payload in enumerate(payloads[i]):
                 start = layout.span(i).start + row * size
-                yield start, codecs_torch.decode(name, payload, size)
+                yield start, codecs_torch.decode_rows(name, payload[None], size)[0]
 
         def read(i: int, unpack: Any = unpack) -> None:
             for start, decoded in unpack(i):

@@ -11,22 +11,17 @@ What the reducer and the outer step compute stays on the CPU, in the kernels of 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from atoll.protocol.codecs import MAX_MAGNITUDE, get_codec
+from atoll.protocol.codecs import get_codec
 from atoll.protocol.codecs.base import LIMIT_BITS
-from atoll.protocol.codecs.int8 import BLOCK, SCALE_LIMIT
-from atoll.protocol.errors import NonFinite, PeerMisbehaved
+from atoll.protocol.codecs.int8 import BLOCK
 from atoll.protocol.kernels import probe, subnormals_on
 from atoll.protocol.kernels_numba import INT4_LEVELS, INT4_ZERO
-from atoll.protocol.layout import ChunkLayout
 
-PIECE = 1 << 24
-"""Values that are encoded at a time: temporaries take about 10 bytes each."""
 SUPPORTED = ("int8", "int4", "float16", "float32")
 HALF_MAX = 65504.0
 """Largest finite half; ``float16`` saturates there."""
@@ -35,60 +30,13 @@ _LEVELS = [float(level) for level in INT4_LEVELS]
 _ZERO = int(INT4_ZERO)
 
 
-def encode(name: str, values: Tensor) -> Tensor:
-    """The payload of one chunk, uint8 on the device of ``values`` (float32 vector, at least one element).
-
-    name: one of ``SUPPORTED``. Raises :class:`NonFinite` when a value is NaN, infinite or above
-    ``MAX_MAGNITUDE``; finding that out waits for the device.
-    """
-    _check(name, values)
-    payload, worst = _encoded(name, values.detach()[None])
-    _refuse(int(worst), values.numel(), name)
-    return payload[0]
-
-
-def encode_chunks(name: str, values: Tensor, layout: ChunkLayout) -> Iterator[tuple[int, memoryview]]:
-    """Payloads of all chunks of a fragment, in order, as (index, bytes in host memory).
-
-    Many chunks are encoded at once and cross to the host together, encoded, in one copy. A payload is valid as long
-    as it is referenced. Raises :class:`NonFinite` as :func:`encode` does, before any payload of that piece.
-    """
-    _check(name, values)
-    if values.numel() != layout.parameters:
-        raise ValueError(f"expected {layout.parameters} values, found {values.numel()}")
-    values = values.detach()
-    whole = layout.parameters // layout.chunk
-    count = max(PIECE // layout.chunk, 1)
-    for first in range(0, layout.count, count):
-        last = min(first + count, whole)
-        if first < last:
-            rows = values[first * layout.chunk : last * layout.chunk].view(last - first, layout.chunk)
-            yield from _rows(name, rows, first)
-        if first + count >= layout.count > whole:
-            yield from _rows(name, values[whole * layout.chunk :][None], whole)
-
-
-def decode(name: str, payload: Tensor, n: int) -> Tensor:
-    """``n`` float32 values from a payload (uint8 vector), on its device.
-
-    Raises :class:`PeerMisbehaved` as the protocol's decoders do; finding that out waits for the device.
-    """
-    _supported(name)
-    if payload.dtype != torch.uint8 or payload.ndim != 1 or n < 1:
-        raise ValueError(f"expected a vector of bytes and n >= 1, found {payload.dtype}, n = {n}")
-    size = payload_size(name, n)
-    if payload.numel() != size:
-        raise PeerMisbehaved(f"a chunk of {n} values in {name} takes {size} bytes, received {payload.numel()}")
-    _subnormals(payload)
-    if bool(_invalid(name, payload, n)):
-        raise PeerMisbehaved(f"a chunk in {name} holds what no encoder writes")
-    return _decoded(name, payload[None], n)[0]
-
-
 def encode_rows(name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Chunks of one size, float32 [count, n] and contiguous, as payloads uint8 [count, ``payload_size``], and whether
-    the codec takes all of them (a bool tensor). Nothing here waits for the device."""
+    the codec takes all of them (a bool tensor); where not, the payloads are rubbish. Nothing here waits for the
+    device."""
     _supported(name)
+    if rows.dtype != torch.float32 or rows.ndim != 2 or not rows.is_contiguous() or not rows.numel():
+        raise ValueError(f"expected contiguous rows of float32, found {rows.dtype} of {tuple(rows.shape)}")
     payload, worst = _encoded(name, rows)
     return payload, worst <= int(LIMIT_BITS)
 
@@ -135,23 +83,6 @@ def payload_size(name: str, n: int) -> int:
     return {"int8": 2 * blocks + n, "int4": 2 * blocks + -(-n // 2), "float16": 2 * n, "float32": 4 * n}[name]
 
 
-def _invalid(name: str, payload: Tensor, n: int) -> Tensor:
-    """Whether a payload of the right length holds what no encoder writes (a bool tensor)."""
-    if name == "float16":
-        return ((payload[1::2] & 0x7C) == 0x7C).any()
-    if name == "float32":
-        return (payload.clone().view(torch.int32) & 0x7FFFFFFF).amax() > int(LIMIT_BITS)
-    blocks = -(-n // BLOCK)
-    pairs = payload[: 2 * blocks].view(blocks, 2).to(torch.int32)
-    bad = (pairs[:, 0] | (pairs[:, 1] << 8)).amax() >= SCALE_LIMIT
-    data = payload[2 * blocks :]
-    if name == "int8":
-        bad |= (data == 128).any()
-    elif n % 2:
-        bad |= (data[-1] >> 4) != _ZERO
-    return bad
-
-
 def _decoded(name: str, payload: Tensor, n: int) -> Tensor:
     """Payloads uint8 [count, size] of ``n`` values each, as float32 [count, n]."""
     # A view as a wider type needs an aligned beginning, which a row or a part of a buffer may lack.
@@ -173,14 +104,6 @@ def _decoded(name: str, payload: Tensor, n: int) -> Tensor:
         codes = torch.cat([blocked, rest & 15, rest >> 4], dim=1)[:, :n]
         levels = torch.tensor(_LEVELS, dtype=torch.float32, device=payload.device)[codes.to(torch.int64)]
     return levels * scales.repeat_interleave(BLOCK, dim=1)[:, :n]
-
-
-def _rows(name: str, rows: Tensor, first: int) -> Iterator[tuple[int, memoryview]]:
-    payload, worst = _encoded(name, rows)
-    _refuse(int(worst), rows.numel(), name)
-    host = np.ascontiguousarray(payload.cpu().numpy())
-    for index, row in enumerate(host, first):
-        yield index, row.data
 
 
 def _encoded(name: str, chunks: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,14 +148,6 @@ def _codes(quotients: Tensor) -> Tensor:
     return code
 
 
-def _refuse(worst: int, n: int, name: str) -> None:
-    if worst > int(LIMIT_BITS):
-        raise NonFinite(
-            f"cannot send {n} values as {name}: at least one is NaN, infinite or above {MAX_MAGNITUDE:.3g}; the "
-            "training has probably diverged (lower the learning rates)"
-        )
-
-
 def _subnormals(tensor: Tensor) -> None:
     # CUDA kernels of torch keep subnormals; on the CPU it is the thread's control register that decides, also in the
     # threads of torch's pool, which set_flush_denormal reaches.
@@ -244,9 +159,3 @@ def _subnormals(tensor: Tensor) -> None:
 def _supported(name: str) -> None:
     if name not in SUPPORTED:
         raise ValueError(f"{name} is not encoded on the device; expected one of {', '.join(SUPPORTED)}")
-
-
-def _check(name: str, values: Tensor) -> None:
-    _supported(name)
-    if values.dtype != torch.float32 or values.ndim != 1 or not values.is_contiguous() or values.numel() == 0:
-        raise ValueError(f"expected a contiguous float32 vector, found {values.dtype} of {tuple(values.shape)}")

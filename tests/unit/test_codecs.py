@@ -178,6 +178,11 @@ def test_any_vector(name: str, values: Floats, weight: float) -> None:
 @settings(max_examples=60, deadline=None)
 def test_any_stretches(n: int, seed: int, kind: str) -> None:
     """Long vectors, which the generator of vectors above does not make."""
+    for name in ("sparse", "int4", "int8"):
+        compare(get_codec(name), long_vector(kind, n, seed), 2.5)
+
+
+def long_vector(kind: str, n: int, seed: int) -> Floats:
     rng = np.random.default_rng(seed)
     values = {
         "normal": lambda: rng.standard_normal(n),
@@ -187,8 +192,7 @@ def test_any_stretches(n: int, seed: int, kind: str) -> None:
         "probe": lambda: kernels.probe(n, seed),
         "rising": lambda: np.arange(n),
     }[kind]()
-    for name in ("sparse", "int4", "int8"):
-        compare(get_codec(name), values.astype(np.float32), 2.5)
+    return np.asarray(values, np.float32)
 
 
 @given(values=vectors, data=st.data())

@@ -14,23 +14,25 @@ from hypothesis import strategies as st
 
 from atoll.node import codecs_torch
 from atoll.protocol.codecs import get_codec
-from atoll.protocol.errors import NonFinite, PeerMisbehaved
-from atoll.protocol.layout import ChunkLayout
 
-from .test_codecs import SPECIAL, Floats, poison, vectors
+from .test_codecs import SPECIAL, Floats, long_vector, vectors
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 NAMES = codecs_torch.SUPPORTED
 
 
-def same(name: str, values: Floats, device: str) -> None:
-    expected = bytes(get_codec(name).encode(values))
-    payload = codecs_torch.encode(name, torch.from_numpy(values.copy()).to(device))
-    assert payload.device.type == device
-    assert payload.cpu().numpy().tobytes() == expected
-    back = np.empty_like(values)
-    get_codec(name).decode(expected, values.size, back)
-    assert codecs_torch.decode(name, payload, values.size).cpu().numpy().tobytes() == back.tobytes()
+def same(name: str, values: Floats, device: str, count: int = 1) -> None:
+    """So many chunks with these values, the last with their negatives, as the protocol's codec has each."""
+    chunks = np.stack([*[values] * (count - 1), -values])
+    payload, sound = codecs_torch.encode_rows(name, torch.from_numpy(chunks).to(device))
+    assert (payload.device.type, bool(sound)) == (device, True)
+    back = codecs_torch.decode_rows(name, payload, values.size).cpu().numpy()
+    for chunk, found, decoded in zip(chunks, payload.cpu().numpy(), back, strict=True):
+        expected, exact = bytes(get_codec(name).encode(chunk)), np.empty_like(values)
+        get_codec(name).decode(expected, values.size, exact)
+        assert found.tobytes() == expected
+        assert decoded.tobytes() == exact.tobytes()
+    assert payload.shape == (count, codecs_torch.payload_size(name, values.size))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -48,61 +50,33 @@ def test_the_same_bytes_for_any_vector(name: str, values: Floats) -> None:
         same(name, values, device)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@given(data=st.data(), n=st.integers(1, 200))
-@settings(max_examples=100, deadline=None)
-def test_any_bytes_are_read_or_refused_alike(name: str, data: st.DataObject, n: int) -> None:
-    codec = get_codec(name)
-    payload = data.draw(st.binary(min_size=codec.encoded_size(n), max_size=codec.encoded_size(n)))
-    tensor = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    out = np.empty(n, np.float32)
-    try:
-        codec.decode(payload, n, out)
-    except PeerMisbehaved:
-        with pytest.raises(PeerMisbehaved):
-            codecs_torch.decode(name, tensor, n)
-    else:
-        assert codecs_torch.decode(name, tensor, n).numpy().tobytes() == out.tobytes()
-
-
-@pytest.mark.parametrize(("name", "payload"), [case for case in poison() if case[0] in NAMES])
-def test_poison_is_refused(name: str, payload: bytes) -> None:
-    with pytest.raises(PeerMisbehaved):
-        codecs_torch.decode(name, torch.frombuffer(bytearray(payload), dtype=torch.uint8), 65)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf, 1.9e19, -3.4e38])
-@pytest.mark.parametrize("n", [1, 64, 65, 200])
+@pytest.mark.parametrize("n", [1, 64, 65, 200, 4200])
 def test_numbers_of_a_diverged_training_are_not_sent(device: str, name: str, bad: float, n: int) -> None:
     for place in {0, n // 2, n - 1}:
-        values = torch.ones(n, device=device)
-        values[place] = bad
-        with pytest.raises(NonFinite, match="diverged"):
-            codecs_torch.encode(name, values)
-        with pytest.raises(NonFinite, match="diverged"):
-            list(codecs_torch.encode_chunks(name, values, ChunkLayout(n, 64)))
+        values = torch.ones(3, n, device=device)
+        assert bool(codecs_torch.encode_rows(name, values)[1])
+        values[1, place] = bad
+        assert not bool(codecs_torch.encode_rows(name, values)[1])
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("n", [5, 1024, 4096, 4097, 10 * 1024 + 130, 16 * 1024])
-@pytest.mark.parametrize("piece", [512, 3000, 1 << 24])
-def test_all_chunks_of_a_fragment(device: str, name: str, n: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codecs_torch, "PIECE", piece)
-    values = np.random.default_rng(n).standard_normal(n).astype(np.float32)
-    layout = ChunkLayout(n, 1024)
-    codec = get_codec(name)
-    found = list(codecs_torch.encode_chunks(name, torch.from_numpy(values).to(device), layout))
-    assert [index for index, _ in found] == list(range(layout.count))
-    for index, payload in found:
-        assert bytes(payload) == bytes(codec.encode(values[layout.span(index)]))
-
-
-def test_a_parameter_that_wants_gradients_is_encoded_like_any_tensor() -> None:
-    values = torch.randn(100, requires_grad=True)
-    assert not codecs_torch.encode("int8", values).requires_grad
+@given(
+    n=st.one_of(st.integers(4000, 4300), st.integers(1, 9000)),
+    count=st.integers(1, 3),
+    seed=st.integers(0, 2**32),
+    kind=st.sampled_from(["normal", "heavy", "few values", "mostly zero", "probe", "rising"]),
+    scale=st.sampled_from([1.0, 1e-7, 1e6, 1e-40]),
+)
+@settings(max_examples=30, deadline=None)
+def test_the_same_bytes_for_long_vectors(
+    device: str, name: str, n: int, count: int, seed: int, kind: str, scale: float
+) -> None:
+    values = long_vector(kind, n, seed)
+    same(name, values if kind == "probe" else (scale * values).astype(np.float32), device, count)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -145,15 +119,11 @@ def test_a_device_is_checked_before_it_encodes(name: str, device: str, monkeypat
 
 
 def test_wrong_arguments_are_refused() -> None:
-    good = torch.ones(128)
-    for wrong in (good.double(), good.view(2, 64), good[::2], good[:0]):
-        with pytest.raises(ValueError, match="expected"):
-            codecs_torch.encode("int8", wrong)
+    good = torch.ones(2, 128)
+    for wrong in (good.double(), good.view(256), good[:, ::2], good[:0]):
+        with pytest.raises(ValueError, match="expected contiguous rows"):
+            codecs_torch.encode_rows("int8", wrong)
     with pytest.raises(ValueError, match="int8, int4"):
-        codecs_torch.encode("sparse", good)
-    with pytest.raises(ValueError, match="expected 100"):
-        list(codecs_torch.encode_chunks("int8", good, ChunkLayout(100, 64)))
-    with pytest.raises(ValueError, match="expected"):
-        codecs_torch.decode("int8", good, 4)
-    with pytest.raises(PeerMisbehaved, match="takes"):
-        codecs_torch.decode("int8", torch.zeros(3, dtype=torch.uint8), 4)
+        codecs_torch.encode_rows("lowrank", good)
+    with pytest.raises(ValueError, match="int8, int4"):
+        codecs_torch.decode_rows("lowrank", good, 128)
