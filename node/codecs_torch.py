@@ -1,4 +1,4 @@
-"""The blockwise codecs and the plain ones on the device where the values are, so that only encoded bytes leave a GPU.
+"""All codecs but ``lowrank`` on the device where the values are, so that only encoded bytes leave a GPU.
 
 The same bytes as :mod:`atoll.protocol.codecs` writes (docs/wire/codecs.md), from torch operations that round as IEEE
 754 demands on CPU and CUDA alike: one division, comparisons, integers. Two traps are avoided. Dividing a CUDA tensor by
@@ -20,14 +20,15 @@ from atoll.protocol.codecs import get_codec
 from atoll.protocol.codecs.base import LIMIT_BITS
 from atoll.protocol.codecs.int8 import BLOCK
 from atoll.protocol.kernels import probe, subnormals_on
-from atoll.protocol.kernels_numba import INT4_LEVELS, INT4_ZERO
+from atoll.protocol.kernels_numba import INT4_LEVELS
 
-SUPPORTED = ("int8", "int4", "float16", "float32")
+from . import sparse_torch
+
+SUPPORTED = ("int8", "int4", "sparse", "float16", "float32")
 HALF_MAX = 65504.0
 """Largest finite half; ``float16`` saturates there."""
 
 _LEVELS = [float(level) for level in INT4_LEVELS]
-_ZERO = int(INT4_ZERO)
 
 
 def encode_rows(name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,6 +80,8 @@ def defect(name: str, device: torch.device) -> str:
 
 def payload_size(name: str, n: int) -> int:
     """Bytes of a payload of ``n`` values."""
+    if name == "sparse":
+        return sparse_torch.payload_size(n)
     blocks = -(-n // BLOCK)
     return {"int8": 2 * blocks + n, "int4": 2 * blocks + -(-n // 2), "float16": 2 * n, "float32": 4 * n}[name]
 
@@ -90,6 +93,8 @@ def _decoded(name: str, payload: Tensor, n: int) -> Tensor:
         return payload.clone(memory_format=torch.contiguous_format).view(torch.float16).to(torch.float32)
     if name == "float32":
         return payload.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    if name == "sparse":
+        return sparse_torch.decode(payload, n)
     count, blocks = len(payload), -(-n // BLOCK)
     pairs = payload[:, : 2 * blocks].reshape(count, blocks, 2).to(torch.int32)
     scales = ((pairs[:, :, 0] | (pairs[:, :, 1] << 8)) << 16).view(torch.float32)
@@ -110,8 +115,10 @@ def _encoded(name: str, chunks: Tensor) -> tuple[Tensor, Tensor]:
     """Chunks [count, n] as payloads uint8 [count, size], and the bits of the largest magnitude (on the device)."""
     _subnormals(chunks)
     count, n = chunks.shape
-    if name in ("float16", "float32"):
+    if name in ("float16", "float32", "sparse"):
         worst = (chunks.view(torch.int32) & 0x7FFFFFFF).amax()
+        if name == "sparse":
+            return sparse_torch.encode(chunks), worst
         # What is refused by ``worst`` may become anything.
         values = chunks.clamp(-HALF_MAX, HALF_MAX).to(torch.float16) if name == "float16" else chunks.clone()
         return values.view(torch.uint8), worst

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .trainer import TrainerProcess
 
 Floats = NDArray[np.float32]
-SUPPORTED = ("int8", "int4", "float16", "float32")
+SUPPORTED = ("int8", "int4", "sparse", "float16", "float32")
 """As :data:`.codecs_torch.SUPPORTED`, known without importing torch."""
 ENCODE_TIMEOUT = 30.0
 """Seconds for encoding a fragment beside training, and those of ``SLOWEST``; a child that takes longer hangs, and is

@@ -222,7 +222,7 @@ def device_of(swarm: Swarm, name: str) -> DeviceIsland:
 
 
 CASES = [
-    ("int8", {}), ("int4", {}), ("float16", {}), ("float32", {}),
+    ("int8", {}), ("int4", {}), ("sparse", {}), ("float16", {}), ("float32", {}), ("sparse", {"overlap": 8}),
     ("int8", {"overlap": 8}), ("int8", {"overlap": 8, "merge": "mix"}), ("int4", {"overlap": 8, "merge": "overwrite"}),
     ("int8", {"fragments": 3}), ("int8", {"fragments": 2, "overlap": 4}), ("int8", {"average": "radial"}),
     ("int8", {"stale": "drop", "max_group": 2}), ("int4", {"stale": "discount", "max_group": 2, "overlap": 8}),

@@ -302,6 +302,7 @@ def test_what_is_saved_comes_back() -> None:
 
 
 CUT: dict[str, Any] = {"state": {"chunk": CHUNK, "layers": LAYERS}}
+FACTORS = {"chunk": CHUNK, "layers": LAYERS, "columns": [15, 40, 10, 60, 10, 10]}
 
 
 def manifest(**sections: Any) -> Manifest:
@@ -325,7 +326,8 @@ def test_where_a_node_encodes() -> None:
     assert encoded_bytes(PARAMETERS, 1, coding) == 4 * PARAMETERS
     departs = {"inner_steps": 12, "overlap": 4, "merge": "eager"}
     for sections, reason in [
-        ({"round": rules, "codec": {"name": "sparse", "error_feedback": 0.9}}, "sparse"), ({"round": departs}, "eager"),
+        ({"round": rules, "codec": {"name": "lowrank", "rank": 2}, "state": FACTORS}, "lowrank"),
+        ({"round": departs}, "eager"),
     ]:  # fmt: skip
         coding, why = coding_of(manifest(**sections), "auto", "cuda")
         assert coding is None
