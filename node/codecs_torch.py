@@ -18,6 +18,7 @@ from torch import Tensor
 
 from atoll.protocol.codecs import get_codec
 from atoll.protocol.codecs.base import LIMIT_BITS
+from atoll.protocol.codecs.float16 import MOST
 from atoll.protocol.codecs.int8 import BLOCK
 from atoll.protocol.kernels import probe, subnormals_on
 from atoll.protocol.kernels_numba import INT4_LEVELS
@@ -25,8 +26,6 @@ from atoll.protocol.kernels_numba import INT4_LEVELS
 from . import sparse_torch
 
 SUPPORTED = ("int8", "int4", "sparse", "float16", "float32")
-HALF_MAX = 65504.0
-"""Largest finite half; ``float16`` saturates there."""
 
 _LEVELS = [float(level) for level in INT4_LEVELS]
 
@@ -120,7 +119,7 @@ def _encoded(name: str, chunks: Tensor) -> tuple[Tensor, Tensor]:
         if name == "sparse":
             return sparse_torch.encode(chunks), worst
         # What is refused by ``worst`` may become anything.
-        values = chunks.clamp(-HALF_MAX, HALF_MAX).to(torch.float16) if name == "float16" else chunks.clone()
+        values = chunks.clamp(-MOST, MOST).to(torch.float16) if name == "float16" else chunks.clone()
         return values.view(torch.uint8), worst
     blocks = -(-n // BLOCK)
     rows = torch.nn.functional.pad(chunks, (0, blocks * BLOCK - n)) if n % BLOCK else chunks

@@ -43,6 +43,11 @@ class Codec(ABC):
     def encoded_size(self, n: int) -> int:
         """Bytes of a payload of ``n`` values."""
 
+    def error(self, largest: float) -> float:
+        """The most that a decoded value can be off, where no value of the chunk exceeds that magnitude: all of it, if
+        the codec says nothing better."""
+        return 0.0 if self.lossless else largest
+
     def encode(self, values: Floats, out: bytearray | memoryview | None = None) -> bytearray | memoryview:
         """Encode. Returns a new bytearray, or the written beginning of ``out``.
 

@@ -7,11 +7,14 @@ import numpy as np
 from ..kernels import table
 from .base import LIMIT_BITS, Bytes, Codec, Floats
 
+MOST = 65504.0
+"""The largest half."""
+
 
 class Float16(Codec):
     """2 bytes a value: IEEE binary16, little-endian, rounded half to even.
 
-    Magnitudes above 65504, the largest half, saturate there: with error feedback the rest stays with the sender.
+    Magnitudes above ``MOST`` saturate there: with error feedback the rest stays with the sender.
     """
 
     name = "float16"
@@ -19,6 +22,9 @@ class Float16(Codec):
 
     def encoded_size(self, n: int) -> int:
         return 2 * n
+
+    def error(self, largest: float) -> float:
+        return max(largest * 2.0**-11, 2.0**-25, largest - MOST)
 
     def _encode(self, values: Floats, payload: Bytes) -> bool:
         return bool(table().float16_encode(values, payload, LIMIT_BITS))

@@ -28,6 +28,9 @@ class Int4(Codec):
     def encoded_size(self, n: int) -> int:
         return -(-n // 2) + 2 * -(-n // BLOCK)
 
+    def error(self, largest: float) -> float:
+        return 19.7 / 127 * largest + 19.5 * 2.0**-133  # half of the widest gap, times the smallest scale but 0
+
     def _encode(self, values: Floats, payload: Bytes) -> bool:
         return bool(table().int4_encode(values, payload, LIMIT_BITS))
 

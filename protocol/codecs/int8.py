@@ -31,6 +31,9 @@ class Int8(Codec):
     def encoded_size(self, n: int) -> int:
         return n + 2 * -(-n // BLOCK)
 
+    def error(self, largest: float) -> float:
+        return 0.504 / 127 * largest + 2.0**-134  # half of the smallest scale but 0
+
     def _encode(self, values: Floats, payload: Bytes) -> bool:
         return bool(table().int8_encode(values, payload, LIMIT_BITS))
 
