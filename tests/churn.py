@@ -275,7 +275,7 @@ def conclude(result: Result, accounts: Accounts, seconds: float, used: int, pend
     if times:
         for name, part in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0)):
             result.commit_seconds[name] = round(times[min(int(part * len(times)), len(times) - 1)], 3)
-        result.of_bound = round(max(gap / allowed for _, gap, allowed in gaps), 3)
+        result.of_bound = round(max(*(gap / allowed for _, gap, allowed in gaps), accounts.stalls(seconds)[1]), 3)
     result.lost_leases, complaints = accounts.lost_leases()
     swarm.violations += complaints
 
@@ -379,13 +379,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"  replay: {result.replay}", flush=True)
         if args.json is not None:
             with args.json.open("a") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
+                file.write(json.dumps(plain(asdict(result)), allow_nan=False) + "\n")
     bad = [row["seed"] for row in rows if row["violations"]]
     if len(rows) > 1:
         mean = sum(row["goodput"] for row in rows) / len(rows)
         cpu = sum(row["cpu_seconds"] for row in rows) / len(rows)
         print(f"{len(rows)} seeds, mean goodput {mean:.1%}, {cpu:.2f} s of CPU each, {len(bad)} with violations {bad}")
     return 1 if bad else 0
+
+
+def plain(row: dict[str, Any]) -> dict[str, Any]:
+    """As JSON has it: there is no infinity, so what has no limit is null."""
+    limits = {key: None if value == float("inf") else value for key, value in row["settings"].items()}
+    return {**row, "settings": limits}
 
 
 def replay(given: list[str], seed: int) -> str:

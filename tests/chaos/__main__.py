@@ -33,7 +33,7 @@ from . import judge
 from .field import Field, Slot
 from .hosts import Hosts, Unavailable
 from .relay import Relays
-from .schedule import KINDS, schedule
+from .schedule import KINDS, SIGKILLS, schedule
 
 MODEL = {"width": 64, "heads": 2, "kv_heads": 2, "ffn": 128, "layers": 2, "context": 64}
 BEGIN = 240.0
@@ -242,8 +242,10 @@ def _plain(message: str) -> str:
 def describe(result: dict[str, Any]) -> str:
     spent, waits = result["time"], result["seconds_to_next_commit"]
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(result["by_kind"].items()))
+    kills = sum(result["by_kind"].get(kind, 0) for kind in SIGKILLS)
     lines = [
-        f"{result['minutes']:g} minutes, {result['nodes']} nodes, {result['faults']} faults ({kinds or 'none'})",
+        f"{result['minutes']:g} minutes, {result['nodes']} nodes, {result['faults']} faults ({kinds or 'none'})"
+        + (f"; a SIGKILL every {60 * result['minutes'] / kills:.0f} s" if kills else ""),
         f"goodput {spent['goodput']:.1%}, uptime {spent['uptime']:.1%}; lost {spent['lost']:.1%}, averaging "
         f"{spent['averaging']:.1%}, waiting {spent['waiting']:.1%}, joining {spent['joining']:.1%}, "
         f"down {spent['down']:.1%}",
@@ -266,16 +268,19 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def compare(result: dict[str, Any], baseline: dict[str, Any]) -> None:
-    """The loss against that of the run without faults, at the largest number of tokens that both have."""
+    """The loss against that of the run without faults, at four numbers of tokens up to the largest that both have."""
     ends = [run["curve"][-1][0] for run in (result, baseline) if run["curve"]]
     if len(ends) < 2:
         result["violations"].append("no exported checkpoints to compare")
         return
-    tokens = min(ends)
-    mine, its = judge.at_tokens(result["curve"], tokens), judge.at_tokens(baseline["curve"], tokens)
-    result["loss"] = {"tokens": tokens, "with_faults": mine, "without": its}
-    if mine is None or its is None or mine > its * (1 + TOLERANCE):
-        result["violations"].append(f"loss {mine} after {tokens} tokens, without faults {its}")
+    begin = max(run["curve"][0][0] for run in (result, baseline))
+    result["loss"] = []
+    for quarter in range(1, 5):
+        tokens = begin + (min(ends) - begin) * quarter // 4
+        mine, its = judge.at_tokens(result["curve"], tokens), judge.at_tokens(baseline["curve"], tokens)
+        result["loss"].append({"tokens": tokens, "with_faults": mine, "without": its})
+        if mine is None or its is None or mine > its * (1 + TOLERANCE):
+            result["violations"].append(f"loss {mine} after {tokens} tokens, without faults {its}")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

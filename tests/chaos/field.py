@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from blake3 import blake3
 
 from atoll.node.events import Event
 from atoll.protocol.manifest import Manifest
@@ -191,13 +194,15 @@ class Field:
 
     def keep(self) -> None:
         """Hard links to the commits and exported checkpoints of all nodes."""
+        commits, exports = self.here.folder / "commits", self.here.folder / "exports"
+        commits.mkdir(exist_ok=True)
+        exports.mkdir(exist_ok=True)
         for slot in self.slots:
-            for kind, pattern in (("commits", "store/log/*.commit"), ("exports", "checkpoints/step-*")):
-                kept = self.here.folder / kind
-                kept.mkdir(exist_ok=True)
-                for path in slot.folder.glob(pattern):
-                    with contextlib.suppress(OSError):
-                        os.link(path, kept / path.name)
+            for path in slot.folder.glob("store/log/*.commit"):
+                with contextlib.suppress(OSError):
+                    os.link(path, commits / path.name)
+            for path in slot.folder.glob("checkpoints/step-*.json"):
+                keep_export(path, exports)
 
     def wrong(self, what: str) -> None:
         self.violations.append(what)
@@ -396,6 +401,21 @@ class Field:
         while any(slot.up for slot in slots):
             self.look()
             time.sleep(0.05)
+
+
+def keep_export(metadata: Path, folder: Path) -> None:
+    """Keep links to an exported checkpoint, once its two files belong together: on two forks a step has two."""
+    with contextlib.suppress(OSError):
+        data = metadata.with_suffix(".safetensors")
+        said, sizes = metadata.read_bytes(), (metadata.stat().st_ino, data.stat().st_ino)
+        target = folder / f"{metadata.stem}-{blake3(said).hexdigest()[:8]}.json"
+        if target.exists() or json.loads(said)["blake3"] != blake3(data.read_bytes()).hexdigest():
+            return
+        os.link(data, target.with_suffix(".safetensors"))
+        if (metadata.stat().st_ino, target.with_suffix(".safetensors").stat().st_ino) != sizes:
+            target.with_suffix(".safetensors").unlink()  # replaced meanwhile; it is seen again
+            return
+        target.write_bytes(said)
 
 
 def keep_to(pid: int, core: int) -> None:

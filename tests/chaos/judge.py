@@ -221,7 +221,8 @@ def waits(slots: list[Slot], strikes: list[Strike], quorum: int) -> tuple[list[s
     """Time from each fault to the next commit that the others have without its victim, against the bound.
 
     That is (v + 1)·(D + 3T) for v void rosters, and the inner phase, of which three are allowed: machines are shared.
-    A roster sealed after the fault may have the victim again, when it has come back by then.
+    A roster sealed after the fault may have the victim again, when it has come back by then. What a node only catches
+    up with was committed when the first of them had it.
     """
     commits, seals, voids, bounds = [], dict[Any, float](), defaultdict(list), []
     for slot in slots:
@@ -237,13 +238,14 @@ def waits(slots: list[Slot], strikes: list[Strike], quorum: int) -> tuple[list[s
                     case "void":
                         voids[slot.name].append(event["t"])
     commits.sort(key=lambda item: item[0])
+    made = {event["id"]: t for t, _, event in reversed(commits)}
     firsts = sorted({event["round"]: t for t, _, event in reversed(commits)}.values())
     phase = statistics.median(b - a for a, b in pairwise(firsts)) if len(firsts) > 2 else 10.0
     wrong, took = [], defaultdict(list)
     end = max((t for t, _, _ in commits), default=0.0)
     for strike in strikes:
         for t, name, event in commits:
-            if t <= strike.t or name == strike.victim:
+            if t <= strike.t or made[event["id"]] <= strike.t or name == strike.victim:
                 continue
             sealed = seals.get((event["round"], frozenset(event["members"])), 0.0)
             if strike.peer and strike.peer in event["members"] and sealed <= strike.t:
@@ -393,7 +395,7 @@ def losses(manifest: Manifest, exports: Path) -> list[tuple[int, float]]:
     for path in sorted(exports.glob("step-*.json")):
         tokens = int(json.loads(path.read_text())["tokens"])
         found.append((tokens, evaluate(checkpoint.load(path, model=model).params, model, data)))
-    return found
+    return sorted(found)
 
 
 def at_tokens(curve: list[tuple[int, float]], tokens: int) -> float | None:

@@ -17,9 +17,10 @@ KINDS = (*KILLS, *STOPS, *LINKS)
 OUT = ("kill", "wipe", "old", "ctrl-c", "term", *STOPS, "cut", "deaf", "dumb")
 """Those that take a node out of the run for a while."""
 AWAY = ("kill", "wipe", "old", "ctrl-c", "term", "bootstrap")
+"""Those after which somebody must be started again."""
 LEAVING = {"ctrl-c": 130, "term": 0}
 """Those that ask, with the exit code that is the answer."""
-"""Those after which somebody must be started again."""
+SIGKILLS = tuple(kind for kind in KILLS if kind not in LEAVING)
 _WEIGHTS = {
     "kill": 3.0,
     "trainer": 3.0,

@@ -11,11 +11,15 @@ from itertools import pairwise
 from atoll.protocol.commits import contributed
 from atoll.protocol.messages import NO_DIGEST, Commit, hash_of
 
+from .bound import Commit as Made
+from .bound import Fault, Stall, stalls
 from .faults import Chaos
 from .swarm import Swarm
 
 SAMPLE_EVERY = 1.0
 """Virtual seconds between two looks at what every peer is doing."""
+RECOVERS = 7
+"""Silences after a fault's end from which the bound counts its victims among those that can commit."""
 TOGETHER = 2
 """Commits by which the heads of peers that hear each other may lie apart at any moment."""
 
@@ -131,6 +135,30 @@ class Accounts:
             found.append((before, after - before, allowed))
         return found
 
+    def stalls(self, end: float) -> tuple[list[Stall], float]:
+        """Groups of peers that no fault touched and that made no commit for longer than they may until ``end``, and
+        the largest share of what was allowed that any wait took."""
+        swarm, rules = self.swarm, self.swarm.manifest.round
+        deadline = max(self.seals.values(), default=4 * rules.silence)
+        voids = sorted(at for at, _ in self.voids)
+        strikes = self.chaos.log if self.chaos is not None else []
+
+        def allowed(begin: float, until: float) -> float:
+            count = bisect_right(voids, until) - bisect_right(voids, begin)
+            behind = 2 * (rules.in_flight - 1) * rules.silence
+            return self.inner + (count + 1) * (deadline + 3 * rules.silence) + behind
+
+        return stalls(
+            [
+                Made(swarm.committed_at[i], frozenset(swarm.name_of(m.peer) for m in commit.body.seal.members))
+                for i, commit in swarm.commits.items()
+            ],
+            [Fault(s.at, s.until, frozenset(s.victims), s.kind == "split") for s in strikes],
+            [name for name in swarm.hosts if name != "archive"],
+            end=end, quorum=rules.quorum, recovers=RECOVERS * rules.silence, allowed=allowed,
+            able=lambda group: len(group) == 1 or any(swarm.hosts[name].reachable for name in group),
+        )  # fmt: skip
+
     def forks(self) -> list[list[Commit]]:
         """Commits that are not on the final chain, by the fork that they make."""
         chain = {hash_of(commit.body) for commit in self.swarm.chain(self.swarm.best_head().id)}
@@ -174,6 +202,7 @@ class Accounts:
             f"{gap:.1f} s from the commit at {at:.1f} s to the next, {allowed:.1f} s at most"
             for at, gap, allowed in self.gaps(end) if gap > allowed
         ]  # fmt: skip
+        found += [str(stall) for stall in self.stalls(end)[0]]
         starts = [
             self.swarm.committed_at[i] for i, commit in self.swarm.commits.items() if commit.body.parent == NO_DIGEST
         ]

@@ -53,6 +53,7 @@ class Chaos:
     log: list[Strike] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.swarm.chaos = self
         self.random = random.Random(f"chaos {self.seed}")
         self.gone: dict[str, Strike] = {}
         """Who cannot take part now, and why."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from atoll.protocol.transport import Transport
 from .island import SimulatedIsland
 from .ledger import Ledger
 from .merged import expected
+
+if TYPE_CHECKING:
+    from .faults import Chaos
 
 PARAMETERS, CHUNK = 1000, 128
 LAYERS = [[300], [40, 200], [60, 260], [140]]
@@ -176,6 +179,8 @@ class Swarm:
         self.leaving_since = float("inf")
         """When all were told to leave."""
         self.hooks: list[Callable[[str, str, dict[str, Any]], None]] = []
+        self.chaos: Chaos | None = None
+        """What strikes it, if anything."""
         self._names: dict[str, str] = {}
 
     # --- peers

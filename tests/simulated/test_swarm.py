@@ -21,6 +21,7 @@ from atoll.protocol.control import Ballot, Committed, Control, Ping
 from atoll.protocol.round import Round
 from atoll.protocol.transport import PeerId
 
+from .accounts import Accounts
 from .faults import Chaos
 from .island import noise
 from .swarm import Swarm, manifest, start_params
@@ -29,7 +30,9 @@ SILENCE = 2.0
 
 
 def run(swarm: Swarm, *, names: list[str] | None = None, limit: float = 600.0) -> None:
-    """Until the named peers (all that train, by default) have finished; fails the test when they do not."""
+    """Until the named peers (all that train, by default) have finished; fails the test when they do not, or when those
+    that no fault touched made no commit for longer than they may."""
+    accounts = Accounts(swarm, swarm.chaos, inner_seconds(swarm))
 
     def over() -> bool:
         wanted = names or [name for name, lives in swarm.lives.items() if lives[-1].island is not None]
@@ -43,6 +46,14 @@ def run(swarm: Swarm, *, names: list[str] | None = None, limit: float = 600.0) -
     assert swarm.network.run(main()), f"not finished after {limit} virtual seconds: {swarm.heads()}"
     swarm.check_samples()
     assert swarm.violations == []
+    assert accounts.stalls(max(swarm.commit_times(), default=0.0))[0] == []
+
+
+def inner_seconds(swarm: Swarm) -> float:
+    """Until a round is due, for the slowest peer, and grace."""
+    rules = swarm.manifest.round
+    step = max([0.1, *swarm.steps.values()])
+    return max(rules.inner_steps * step, rules.every if rules.by == "time" else 0.0) * (1 + rules.grace)
 
 
 def build(count: int, *, seed: int = 0, steps: dict[str, float] | None = None, **changes: Any) -> Swarm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -14,12 +15,13 @@ from typing import Any
 import msgspec
 import pytest
 from bench._network import Unavailable, round_trip
+from blake3 import blake3
 
 from atoll.protocol.identity import FastSigner
 from atoll.protocol.messages import Commit
 
 from ..chaos import judge
-from ..chaos.field import Life, Slot, Strike
+from ..chaos.field import Life, Slot, Strike, keep_export
 from ..chaos.hosts import Hosts
 from ..chaos.schedule import KINDS, schedule
 from ..simulated.swarm import Swarm, manifest, start_params
@@ -65,6 +67,43 @@ def test_a_commit_that_comes_too_late_is_found() -> None:
     assert len(look(150)) == 1, "(v + 1)·17 s and three rounds of 10 s"
     assert look(170, "abc") != []
     assert look(110, "abc") == [], "it had come back"
+
+
+def test_a_commit_that_a_node_only_catches_up_with_ends_no_wait() -> None:
+    strike = Strike(0, "kill", "n1", 100.0, "b", until=130.0)
+    made = [commit(50 + 10 * number, number, "abc") for number in range(1, 5)]
+    replayed = [commit(105 + number, number, "ac") for number in range(1, 5)]
+    late = [seal(149, 5, "ac"), commit(150, 5, "ac")]
+    slots = [slot("n0", life([*made, *late], "a")), slot("n1", life([], "b")), slot("n2", life(replayed, "c"))]
+    wrong, found = judge.waits(slots, [strike], 2)
+    assert found["all"]["max"] == 50
+    assert len(wrong) == 1
+
+
+def test_an_export_is_kept_when_its_two_files_belong_together(tmp_path: Path) -> None:
+    """Of two nodes on two forks, or of one that is just writing, the files of one step must not be mixed."""
+    source, kept = tmp_path / "n0", tmp_path / "kept"
+    source.mkdir()
+    kept.mkdir()
+
+    def write(step: int, data: bytes, said: bytes) -> Path:
+        path = source / f"step-{step:08d}.json"
+        path.write_text(json.dumps({"blake3": blake3(said).hexdigest(), "step": step}))
+        path.with_suffix(".safetensors").write_bytes(data)
+        return path
+
+    keep_export(write(1, b"new", b"old"), kept)
+    assert not list(kept.iterdir())
+    for _ in range(2):
+        keep_export(write(1, b"one", b"one"), kept)
+    for path in source.glob("*"):
+        path.unlink()
+    keep_export(write(1, b"other", b"other"), kept)
+    pairs = sorted(kept.glob("*.json"))
+    assert len(pairs) == 2
+    for path in pairs:
+        data = path.with_suffix(".safetensors").read_bytes()
+        assert json.loads(path.read_text())["blake3"] == blake3(data).hexdigest()
 
 
 def test_data_of_the_dead_is_found() -> None:
