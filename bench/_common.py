@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
+import platform
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +41,46 @@ def write_rows(path: Path | None, rows: Sequence[Row]) -> None:
         temporary = path.with_name(path.name + ".new")
         temporary.write_text(json.dumps(list(rows), indent=1) + "\n")
         temporary.replace(path)
+
+
+def stamp() -> Row:
+    """What every row says besides its figures: the commit (with a plus where the files differ from it; none outside of
+    a clone), the machine, the time in UTC, and the load average of the last minute."""
+    return {
+        "commit": commit(), "machine": machine(), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "load": round(os.getloadavg()[0], 2),
+    }  # fmt: skip
+
+
+@functools.cache
+def commit() -> str | None:
+    """The commit that is measured, as it was at the first call."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def machine() -> str:
+    """The processor and how many of its cores this process may use."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = lines[0].partition(":")[2].strip() if lines else name
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {cores} cores"
+
+
+def same(row: Row, wanted: Row) -> bool:
+    """Whether a row of an earlier run is what would be measured now: all these settings, this commit, this machine."""
+    wanted = {"commit": commit(), "machine": machine()} | wanted
+    return all(key in row and row[key] == value for key, value in wanted.items())
 
 
 def table(rows: Sequence[Row], columns: Sequence[tuple[str, str, str]]) -> str:

@@ -9,6 +9,7 @@ import asyncio
 import cProfile
 import gc
 import os
+import socket
 import tempfile
 import time
 import weakref
@@ -20,9 +21,7 @@ import numpy as np
 
 from ._common import cpu, gaussian, squared_error
 from ._network import enter
-
-RAW = "bench/raw"
-RAW_FRAME = 1 << 18
+from ._push import BARE, STREAMS, Pusher, bare_transport, receive_tcp, send_tcp, tcp_listener
 
 
 def main(connection: Connection, index: int, options: dict[str, Any]) -> None:
@@ -59,14 +58,14 @@ class BenchPeer:
         self.sent_before = 0
         self.quiet = True
         """Whether no round is in flight: then links may be measured."""
+        self.listener: socket.socket | None = None
 
     async def start(self, folder: Path) -> Any:
         """Start the transport; answers (peer id, addresses, pid of the daemon)."""
         from atoll.protocol import kernels
-        from atoll.protocol.codecs import get_codec
+        from atoll.protocol.codecs import averages_codec, get_codec
         from atoll.protocol.disk import MemoryDisk
         from atoll.protocol.fetch import Fetcher
-        from atoll.protocol.hivemind_transport import HivemindTransport
         from atoll.protocol.identity import load_or_create_identity
         from atoll.protocol.layout import ChunkLayout
         from atoll.protocol.malloc import keep_freed_memory
@@ -87,7 +86,7 @@ class BenchPeer:
         count, size = options["peers"], options["params"]
         self.signer = load_or_create_identity(folder / "key")
         layout = self.layout = ChunkLayout(size, options.get("chunk") or suggested_chunk(size))
-        self.codec = get_codec(options["codec"])
+        self.codec, self.averages = get_codec(options["codec"]), averages_codec(options["codec"])
         # Touched, so that the pages are there before the round: np.zeros would only promise them.
         self.theta, momentum = np.ones(size, np.float32), np.ones(size, np.float32)
         momentum[:] = 0
@@ -107,7 +106,7 @@ class BenchPeer:
             round={"silence": options.get("silence", 5.0), "max_group": max(count, 2), "quorum": count},
         )  # fmt: skip
         self.replica = Replica(self.manifest, layout, self.codec, state, residual=residual)
-        self.transport = await HivemindTransport.create(
+        self.transport = await bare_transport().create(
             identity_path=folder / "key", run_id=self.manifest.run_id, seeds=[],
             validator=lambda key, peer, value, expires: True,
             listen=[f"/ip4/{options['hosts'][self.index]}/tcp/0"],
@@ -119,7 +118,9 @@ class BenchPeer:
         )  # fmt: skip
         await self.messenger.start()
         await self.transport.serve(REDUCE, self._serve_reduce)
-        await self.transport.serve(RAW, self._serve_raw)
+        self.pusher = Pusher(self.transport)
+        await self.transport.serve(STREAMS, self.pusher.serve)
+        await self.transport.serve(BARE, self.pusher.serve)
         self.fetcher = Fetcher(self.transport, self.manifest, layout, self.signer, report=self._refused)
         donor = Donor(self.transport, Store(MemoryDisk(), self.manifest.run_id, layout), recent=self._recent)
         await donor.start()
@@ -138,8 +139,9 @@ class BenchPeer:
         if hasattr(self, "transport"):
             await self.transport.close()
 
-    async def meet(self, book: list[tuple[str, list[str], int]]) -> int:
-        """Learn everyone's addresses; answers the encoded bytes of the fragment."""
+    async def meet(self, book: list[tuple[str, list[str], int]]) -> tuple[int, int, int]:
+        """Learn everyone's addresses; answers the encoded bytes of the fragment as a contribution and as averages, and
+        the elements of a chunk."""
         from atoll.protocol.transport import PeerId
 
         self.book = [(peer, addresses) for peer, addresses, _ in book]
@@ -147,7 +149,9 @@ class BenchPeer:
             self.transport.learn(PeerId(peer), addresses)
         for peer, _ in self.book[self.index + 1 :]:
             await self._greet(peer)
-        return sum(self.codec.encoded_size(self.layout.size(i)) for i in range(self.layout.count))
+        sizes = [self.layout.size(i) for i in range(self.layout.count)]
+        contribution, averages = (sum(map(codec.encoded_size, sizes)) for codec in (self.codec, self.averages))
+        return contribution, averages, self.layout.chunk
 
     async def _greet(self, peer: Any) -> None:
         """Have a connection. The daemons look for one another too, and dials of theirs that cross end in a pause."""
@@ -155,42 +159,36 @@ class BenchPeer:
 
         for left in range(20, -1, -1):
             try:
-                await self._push(peer, 0)
+                await self.pusher.push(peer, STREAMS, 0)
                 break
             except PeerUnreachable:
                 if not left:
                     raise
                 await asyncio.sleep(1)
 
-    # --- the raw limit
+    # --- as many bytes alone
 
-    async def raw(self, size: int) -> tuple[float, float]:
+    async def push(self, size: int, over: str) -> tuple[float, float]:
         """Push ``size`` bytes to each other peer and take as many from each, on one stream a pair and direction of
-        opening, as a reduction does. Answers (start, end)."""
+        opening, as a reduction does. over: ``BARE`` or ``STREAMS``. Answers (start, end)."""
         began = time.monotonic()
-        await asyncio.gather(*(self._push(peer, size) for peer, _ in self.book if peer != self.transport.peer_id))
+        others = [peer for peer, _ in self.book if peer != self.transport.peer_id]
+        await asyncio.gather(*(self.pusher.push(peer, over, size) for peer in others))
         return began, time.monotonic()
 
-    async def _push(self, peer: Any, size: int) -> None:
-        stream = await self.transport.open(peer, RAW, timeout=30)
-        await stream.send(size.to_bytes(8, "big"))
-        await asyncio.gather(self._out(stream, size), self._in(stream, size))
-        await stream.close()
+    async def listen(self) -> int:
+        """Be ready for plain TCP connections; answers the port."""
+        self.listener = tcp_listener(self.options["hosts"][self.index])
+        return int(self.listener.getsockname()[1])
 
-    async def _serve_raw(self, stream: Any) -> None:
-        size = int.from_bytes(await stream.receive(), "big")
-        await asyncio.gather(self._out(stream, size), self._in(stream, size))
-
-    @staticmethod
-    async def _out(stream: Any, size: int) -> None:
-        frame = bytes(RAW_FRAME)
-        for start in range(0, size, RAW_FRAME):
-            await stream.send(frame[: min(RAW_FRAME, size - start)])
-
-    @staticmethod
-    async def _in(stream: Any, size: int) -> None:
-        while size > 0:
-            size -= len(await stream.receive(RAW_FRAME))
+    async def push_tcp(self, size: int, ports: list[int]) -> tuple[float, float]:
+        """The same over plain TCP, one connection a pair, as libp2p has: 2 x ``size`` bytes each way."""
+        assert self.listener is not None
+        began = time.monotonic()
+        ends = list(zip(self.options["hosts"], ports, strict=True))
+        accepted = receive_tcp(self.listener, self.index, 2 * size)
+        await asyncio.gather(accepted, *(send_tcp(end, 2 * size) for end in ends[self.index + 1 :]))
+        return began, time.monotonic()
 
     # --- a round
 

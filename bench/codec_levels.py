@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from bench._common import Row, table, write_rows
+from bench._common import Row, stamp, table, write_rows
 from numpy.typing import NDArray
 
 from atoll.node.config import DataConfig, InnerConfig, ModelConfig
@@ -150,7 +150,7 @@ def main() -> None:
     sets: dict[str, Callable[[Floats], Floats]] = {
         name: partial(quantized, levels=levels, signed=signed) for name, (levels, signed) in LEVELS.items()
     }
-    rows = [] if options.only else errors(sets)
+    rows = [] if options.only else [row | stamp() for row in errors(sets)]
     write_rows(options.json, rows)
     if not options.rounds:
         return
@@ -175,10 +175,11 @@ def main() -> None:
     for name, send, back, beta, lr, mu in [run for run in runs if options.only in run[0]]:
         loss = train(send, back, beta, rounds=options.rounds, lr=lr, mu=mu)
         losses.append({"codec": name, "feedback": beta, "outer lr": lr, "momentum": mu, "loss": loss})
+        losses[-1] |= {"rounds": options.rounds} | stamp()
         print(losses[-1], flush=True)
+        write_rows(options.json, rows + losses)
     columns = [("codec", "codec", ""), ("feedback", "error feedback", ""), ("outer lr", "outer lr", "")]
     print(table(losses, [*columns, ("momentum", "momentum", ""), ("loss", "nats/byte", ".3f")]))
-    write_rows(options.json, rows + losses)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,12 @@ replaces, and the closest kernels of bitsandbytes.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +42,7 @@ from atoll.protocol.outer import outer_step
 from atoll.protocol.state import GlobalState
 from atoll.protocol.theta0 import TensorSpec, fill
 
-from ._common import Row, table, write_rows
+from ._common import Row, machine, stamp, table, write_rows
 
 CHUNK = 65536
 PIECE = 1 << 20
@@ -287,11 +286,16 @@ def cuda_rows(options: argparse.Namespace) -> Iterator[Row]:
             "yes" if theirs == ours else "no",
         )  # fmt: skip
     yield row("none", "copy", lambda x: x, lambda x: x, lambda x: [x], "-")
-    try:
-        from bitsandbytes import functional
-    except ImportError as error:
-        yield {"codec": "-", "implementation": "bitsandbytes", "note": f"{error.name} is not installed"}
-        return
+    yield from noted("bitsandbytes", lambda: bitsandbytes_cuda_rows(row))
+
+
+def bitsandbytes_cuda_rows(row: Callable[..., Row]) -> Iterator[Row]:
+    """The closest kernels of bitsandbytes, as :func:`cuda_rows` measures. Raises ImportError without it, and
+    RuntimeError at the first call where it has no library for this CUDA."""
+    import torch
+    from bitsandbytes import functional
+
+    device = torch.device("cuda")
     # The levels of ``int8`` are linear; bitsandbytes takes any 256, and searches them.
     linear = torch.linspace(-127, 127, 255, device=device) / 127
     code = torch.cat([linear, linear[-1:]])
@@ -307,6 +311,18 @@ def cuda_rows(options: argparse.Namespace) -> Iterator[Row]:
     )  # fmt: skip
 
 
+def noted(implementation: str, rows: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+    """The rows of an implementation, and one that says why where they end early: the others are still measured."""
+    try:
+        yield from rows()
+    except ModuleNotFoundError as error:
+        yield {"codec": "-", "implementation": implementation, "note": f"{error.name} is not installed"}
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        # Whatever a library says that is not there whole, or was not built for this machine.
+        told = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        yield {"codec": "-", "implementation": implementation, "note": told[:100]}
+
+
 def on_cuda(options: argparse.Namespace) -> int:
     """``--device cuda``; the exit code."""
     import torch
@@ -320,13 +336,15 @@ def on_cuda(options: argparse.Namespace) -> int:
         return 2
     name = torch.cuda.get_device_name()
     print(f"{name}; {options.elements:,} values in pieces of {PIECE:,}; torch {torch.__version__}")
-    rows = list(cuda_rows(options))
+    rows: list[Row] = []
+    for row in cuda_rows(options):
+        rows.append({"device": name} | row | stamp())
+        write_rows(options.json, rows)
     columns = [("codec", "GB/s of float32", ""), ("implementation", "by", ""), ("encode cuda", "encode", ".1f")]
     columns += [("to host cuda", "encode, to host", ".1f"), ("decode cuda", "decode", ".1f")]
     columns += [("ratio", "smaller", ".1f"), ("error normal", "error normal", ".4f")]
     columns += [("specified bytes", "bytes as specified", ""), ("note", "", "")]
     print(table(rows, columns), flush=True)
-    write_rows(options.json, [row | {"machine": name} for row in rows])
     return 0
 
 
@@ -393,9 +411,9 @@ def others(options: argparse.Namespace) -> Iterator[Row]:
         yield row
 
 
-def compiled_rows(options: argparse.Namespace) -> list[Row]:
+def compiled_rows(implementation: str, options: argparse.Namespace) -> list[Row]:
     """torch.compile's rows, from a process that is ended when it takes too long. Raises :class:`RuntimeError`."""
-    command = [sys.executable, "-m", "bench.codecs", "--rows-of", "torch.compile"]
+    command = [sys.executable, "-m", "bench.codecs", "--rows-of", implementation]
     command += ["--elements", str(options.elements), "--seconds", str(options.seconds), "--codecs", *options.codecs]
     command += ["--threads", *map(str, options.threads)]
     try:
@@ -406,17 +424,6 @@ def compiled_rows(options: argparse.Namespace) -> list[Row]:
         raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}")
     rows: list[Row] = json.loads(done.stdout.splitlines()[-1])
     return rows
-
-
-def machine() -> str:
-    """The processor and how many of its cores this process may use."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        name = lines[0].partition(":")[2].strip() if lines else name
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{name}, {cores} cores"
 
 
 def main() -> None:
@@ -445,15 +452,10 @@ def main() -> None:
     print(f"{machine()}; {options.elements:,} values; kernels compiled or loaded in {took:.2f} s ({backend})")
     rows: list[Row] = []
     for implementation in options.implementations:
-        try:
-            if implementation == "torch.compile":
-                rows += compiled_rows(options)
-            else:
-                rows += rows_of(implementation, options)
-        except ModuleNotFoundError as error:
-            rows.append({"codec": "-", "implementation": implementation, "note": f"{error.name} is not installed"})
-        except (ImportError, RuntimeError) as error:
-            rows.append({"codec": "-", "implementation": implementation, "note": str(error)[:100]})
+        work = functools.partial(compiled_rows if implementation == "torch.compile" else rows_of, implementation)
+        for row in noted(implementation, functools.partial(work, options)):
+            rows.append(row | stamp())
+            write_rows(options.json, rows)
     titles = [
         (f"{operation} {n}", f"{operation}, {n} thr.", ".2f") for operation in OPERATIONS for n in options.threads
     ]
@@ -462,10 +464,10 @@ def main() -> None:
     rows.sort(key=lambda row: (list(CODECS).index(row["codec"]) if row["codec"] in CODECS else 99, row["codec"]))
     columns += [("specified bytes", "bytes as specified", ""), ("note", "", "")]
     print(table(rows, columns), flush=True)
-    more = list(others(options))
+    more = [row | stamp() for row in others(options)]
     speeds = [(f"speed {n}", f"{n} thr.", ".2f") for n in options.threads]
     print("", table(more, [("what", "GB/s of float32", ""), *speeds]), sep="\n", flush=True)
-    write_rows(options.json, [row | {"machine": machine()} for row in rows + more])
+    write_rows(options.json, rows + more)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ pseudo-gradients makes one outer step (DiLoCo, arXiv:2311.08105), with the codec
 protocol. For every variant the speed is measured first, and the number of rounds chosen so that it trains for the same
 CPU time; schedules end with the run. ::
 
-    python bench/learning_sweep.py --cpu-seconds 60 --write docs/study-default.md
+    python -m bench.learning_sweep --cpu-seconds 60 --write docs/study-default.md
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import platform
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from bench._common import Row, stamp, write_rows
 
 from atoll.node.config import DataConfig, InnerConfig, ModelConfig
 from atoll.node.evaluate import Evaluator
@@ -132,25 +133,29 @@ def main() -> None:
     parser.add_argument("--only", help="only variants whose name matches this")
     parser.add_argument("--variants", help="instead: a JSON list of variants")
     parser.add_argument("--write", type=Path, help="append the table to this file")
+    parser.add_argument("--json", type=Path, help="write the rows there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     variants = [Variant(**v) for v in json.loads(arguments.variants)] if arguments.variants else VARIANTS
-    rows = []
+    rows: list[str] = []
+    found: list[Row] = []
     header = "| variant | parameters | context | rounds | tokens | CPU s | tokens/CPU s | nats/byte |"
     print(header, "|---|---|---|---|---|---|---|---|", sep="\n", flush=True)
     for variant in variants:
         if arguments.only and not re.search(arguments.only, variant.name):
             continue
         r = run(variant, arguments.cpu_seconds, DataConfig())
+        found.append(asdict(variant) | r | {"asked_cpu_seconds": arguments.cpu_seconds} | stamp())
+        write_rows(arguments.json, found)
         rows.append(
             f"| {r['name']} | {r['parameters']:,} | {r['context']} | {r['rounds']} | {r['tokens'] / 1e6:.2f}M | "
             f"{r['cpu_seconds']} | {r['tokens_per_cpu_second']:,} | {r['loss']} |"
         )
         print(rows[-1], f"(scored in {r['scoring_seconds']} s)", flush=True)
     if arguments.write:
-        stamp = f"\nPython {platform.python_version()}, torch {torch.__version__}, {PEERS} peers, one thread.\n\n"
+        made = f"\nPython {platform.python_version()}, torch {torch.__version__}, {PEERS} peers, one thread.\n\n"
         with arguments.write.open("a") as file:
-            file.write(stamp + "\n".join([header, "|---|---|---|---|---|---|---|---|", *rows]) + "\n")
+            file.write(made + "\n".join([header, "|---|---|---|---|---|---|---|---|", *rows]) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 Peers, each in a network namespace behind a link of so many Mbit/s up and as many down, with a round trip of so many
 milliseconds between any two; the very Round, Reducer and Replica over libp2p. One round warms up and is not counted;
 of the others the median counts. ``ideal`` is what the busiest link has to carry over its nominal rate, headers of
-TCP, IP and Ethernet (about 5 %) not deducted: 2(n-1)/n of the encoded fragment with equal parts and links. ``of ideal``
-is what the round took from the seal to all chunks at every peer, less two round trips, against it. ``raw`` is the same
-for bare streams that push as many bytes over the same links between the rounds. ``on the wire`` are the bytes that the
-links carried, headers and all, against the same bytes as ``bytes/ideal``; ``link busy`` is the share of the round's
-time that they take on the busiest uplink.
+TCP, IP and Ethernet (about 5 %) not deducted: (n-1)/n of the fragment, encoded as contribution and as average, with
+equal parts and links. ``of ideal`` is what the round took from the seal to all chunks at every peer, less two round
+trips, against it. Beside it the same for as many bytes alone, pushed over the same links between the rounds: ``TCP``,
+one plain connection a pair; ``libp2p``, bare streams of the p2p daemons; ``streams``, ours, which bound what is under
+way. ``on the wire`` are the bytes that the links carried, headers and all, against the same bytes as ``bytes/ideal``;
+``link busy`` is the share of the round's time that they take on the busiest uplink.
 
 ``--unequal 100 20 20`` gives every peer a link of its own and runs the same rounds three times: with equal parts, with
 parts by the nominal bandwidth of the links, and by what the peers state when they have measured it themselves (a round
@@ -28,15 +29,17 @@ from pathlib import Path
 from typing import Any
 
 from . import _peer
-from ._common import Crew, Row, read_rows, table, write_rows
+from ._common import Crew, Row, read_rows, same, stamp, table, write_rows
 from ._network import Network, Unavailable, round_trip
+from ._push import BARE, STREAMS
 
 MILLIONS = {20.0: 10, 100.0: 40, 500.0: 100}
 COLUMNS = [
     ("links", "Mbit/s", "s"), ("rtt_ms", "round trip ms", ".0f"), ("measured_ms", "measured", ".1f"),
-    ("congestion", "TCP", "s"), ("parts", "parts", "s"), ("millions", "M params", ".0f"), ("codec", "codec", "s"),
+    ("congestion", "control", "s"), ("parts", "parts", "s"), ("millions", "M params", ".0f"), ("codec", "codec", "s"),
     ("ideal", "ideal s", ".2f"), ("seconds", "s", ".2f"), ("slowest", "slowest", ".2f"),
-    ("commit_seconds", "to commit", ".2f"), ("ratio", "of ideal", ".3f"), ("raw_ratio", "raw", ".3f"),
+    ("commit_seconds", "to commit", ".2f"), ("ratio", "of ideal", ".3f"), ("tcp_ratio", "TCP", ".3f"),
+    ("libp2p_ratio", "libp2p", ".3f"), ("streams_ratio", "streams", ".3f"),
     ("bytes_ratio", "bytes/ideal", ".4f"), ("wire_ratio", "on the wire", ".3f"), ("busy", "link busy", ".3f"),
     ("cpu", "CPU s", ".1f"), ("load", "load", ".1f"),
 ]  # fmt: skip
@@ -47,9 +50,21 @@ def name_of(links: Sequence[float]) -> str:
     return f"{len(links)} x {links[0]:g}" if len(set(links)) == 1 else "/".join(f"{mbit:g}" for mbit in links)
 
 
+def settings(links: list[float], rtt: float, options: argparse.Namespace) -> Row:
+    """What makes rows of one measurement; rtt in seconds."""
+    from atoll.protocol.manifest import suggested_chunk
+
+    params = options.params or int(MILLIONS.get(min(links), 10) * 1e6)
+    return {
+        "links": name_of(links), "rtt_ms": 1000 * rtt, "peers": len(links), "params": params, "codec": options.codec,
+        "chunk": options.chunk or suggested_chunk(params), "congestion": options.congestion,
+        "repeats": options.repeats,
+    }  # fmt: skip
+
+
 def measure(links: list[float], rtt: float, options: argparse.Namespace) -> list[Row]:
-    peers, slowest = len(links), min(links)
-    params = options.params or int(MILLIONS.get(slowest, 10) * 1e6)
+    peers = len(links)
+    params = settings(links, rtt, options)["params"]
     equal = len(set(links)) == 1
     with Network(links, rtt, options.congestion) as network:
         setup: dict[str, Any] = {
@@ -59,15 +74,19 @@ def measure(links: list[float], rtt: float, options: argparse.Namespace) -> list
         with Crew(_peer.main, peers, setup) as crew:
             book = crew.greetings()
             measured = round_trip(network, 0, book[-1][1][0])
-            encoded = crew.ask("meet", book)[0]
-            size = 2 * (peers - 1) * encoded // peers
-            raw: list[float] = []
+            contribution, averages, _ = crew.ask("meet", book)[0]
+            size = (peers - 1) * (contribution + averages) // peers
+            ports = crew.ask("listen")
+            alone: dict[str, list[float]] = {"tcp": [], "libp2p": [], "streams": []}
             rounds: dict[str, list[Row]] = {"equal": []} if equal else {"equal": [], "by rate": [], "as measured": []}
             number = 0
             for repeat in range(options.repeats + 1):
                 if equal:
-                    spans = crew.ask("raw", round(size / (peers - 1) / 2))
-                    raw.append(max(end for _, end in spans) - min(begin for begin, _ in spans))
+                    one = round(size / (peers - 1) / 2)
+                    for way, order in (("tcp", ("push_tcp", one, ports)), ("libp2p", ("push", one, BARE)),
+                                       ("streams", ("push", one, STREAMS))):  # fmt: skip
+                        spans = crew.ask(*order)
+                        alone[way].append(max(end for _, end in spans) - min(begin for begin, _ in spans))
                 for parts, done in rounds.items():
                     number += 1
                     crew.ask("let_go")
@@ -80,36 +99,43 @@ def measure(links: list[float], rtt: float, options: argparse.Namespace) -> list
                     sent = sum(crew.ask("sent"))
                     wire = [after - at for after, at in zip(network.sent(), before, strict=True)]
                     if repeat:
-                        done.append(_row(answers, links, encoded, sent, size * peers, wire) | {"stated": rates})
+                        done.append(_row(answers, links, (contribution, averages), sent, wire) | {"stated": rates})
                     elif own:
                         for index in range(peers):
                             crew.tell(index, ("probe",))
     rows = []
     for parts, done in rounds.items():
         median = sorted(done, key=lambda row: row["seconds"])[(len(done) - 1) // 2]
-        row = median | {
-            "links": name_of(links), "rtt_ms": 1000 * rtt, "measured_ms": 1000 * measured, "parts": parts,
-            "peers": peers, "params": params, "millions": params / 1e6, "codec": options.codec, "encoded": encoded,
-            "congestion": options.congestion, "all": [one["seconds"] for one in done],
-            "slowest": max(one["seconds"] for one in done), "load": os.getloadavg()[0],
-            "ratio": (median["seconds"] - 2 * rtt) / median["ideal"],
+        row = settings(links, rtt, options) | median | {
+            "measured_ms": 1000 * measured, "parts": parts, "millions": params / 1e6,
+            "contribution": contribution, "averages": averages, "all": [one["seconds"] for one in done],
+            "slowest": max(one["seconds"] for one in done), "ratio": (median["seconds"] - 2 * rtt) / median["ideal"],
         }  # fmt: skip
-        if raw:
-            row |= {"raw_all": raw, "raw_ratio": (statistics.median_low(raw[1:]) - 2 * rtt) / row["ideal"]}
-        rows.append(row)
+        for way, seconds in alone.items():
+            if seconds:
+                row[f"{way}_all"] = seconds
+                row[f"{way}_ratio"] = (statistics.median_low(seconds[1:]) - 2 * rtt) / row["ideal"]
+        rows.append(row | stamp())
     return rows
 
 
 def _row(
-    answers: list[dict[str, Any]], links: list[float], encoded: int, sent: int, ideal_bytes: int, wire: list[int]
+    answers: list[dict[str, Any]], links: list[float], encoded: tuple[int, int], sent: int, wire: list[int]
 ) -> Row:
+    """encoded: bytes of the fragment as a contribution and as averages."""
     began = min(answer["began"] for answer in answers)
     parts = dict(answers[0]["parts"])
-    total, others = sum(parts.values()), len(links) - 2
-    # A peer sends and receives the rest of its contribution, and n-1 copies of its part: 1 + (n-2)p of the fragment.
-    ideal = max(
-        encoded * (1 + others * parts.get(index, 0) / total) / (mbit * 1e6 / 8) for index, mbit in enumerate(links)
-    )
+    total, others = sum(parts.values()), len(links) - 1
+    contribution, averages = encoded
+    ideal_bytes = others * (contribution + averages)
+
+    def least(share: float) -> float:
+        """Bytes that a peer with this share of the parts sends or receives, whichever is more: the rest of one
+        contribution, and its averages to all others; theirs, and the rest of the averages."""
+        up = (1 - share) * contribution + others * share * averages
+        return max(up, others * share * contribution + (1 - share) * averages)
+
+    ideal = max(least(parts.get(index, 0) / total) / (mbit * 1e6 / 8) for index, mbit in enumerate(links))
     seconds = max(answer["whole"] for answer in answers) - began
     return {
         "ideal": ideal, "seconds": seconds, "wire_ratio": sum(wire) / ideal_bytes,
@@ -143,7 +169,7 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, default=0, help="elements in a chunk (default: as a new run would have)")
     parser.add_argument("--congestion", default=_default(), help="TCP's control of it (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds after the one that warms up; the median counts")
-    parser.add_argument("--json", type=Path, help="write the rows there, and leave out what it has")
+    parser.add_argument("--json", type=Path, help="write the rows there, and leave out what it has of this commit")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces go whatever ends us
@@ -151,21 +177,21 @@ def main() -> int:
     rows = read_rows(options.json)
     wanted = [[mbit] * options.peers for mbit in options.mbit] + ([options.unequal] if options.unequal else [])
     pairs = [(links, rtt) for links in wanted for rtt in options.rtt]
-    keys = [(name_of(links), rtt, options.codec, options.congestion) for links, rtt in pairs]
-
-    def key(row: Row) -> tuple[Any, ...]:
-        return row["links"], row["rtt_ms"], row["codec"], row["congestion"]
-
-    for (links, rtt), wanted_key in zip(pairs, keys, strict=True):
-        if wanted_key in map(key, rows):
+    shown: list[Row] = []
+    for links, rtt in pairs:
+        wanted_row = settings(links, rtt / 1000, options)
+        if found := [row for row in rows if same(row, wanted_row)]:
+            shown += found
             continue
         try:
-            rows += measure(links, rtt / 1000, options)
+            found = measure(links, rtt / 1000, options)
         except Unavailable as error:
             print(f"links cannot be shaped on this machine: {error}", file=sys.stderr)
             return 7
+        rows += found
+        shown += found
         write_rows(options.json, rows)
-    print(table([row for row in rows if key(row) in keys], COLUMNS))
+    print(table(shown, COLUMNS))
     return 0
 
 

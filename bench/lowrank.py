@@ -19,13 +19,14 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
-from bench._common import Row, table
+from bench._common import Row, stamp, table, write_rows
 from bench.codec_levels import MODEL, PEERS, STEPS
 from numpy.typing import NDArray
 
@@ -222,6 +223,7 @@ def main() -> None:
     parser.add_argument("--mu", type=float, default=0.6)
     parser.add_argument("--beta", type=float, default=1.0)
     parser.add_argument("--optimizer", default="muon")
+    parser.add_argument("--json", type=Path, help="write the rows there")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[Row] = []
@@ -235,17 +237,21 @@ def main() -> None:
         )
         parameters = sum(spec.size for spec in tensor_specs(ModelConfig.from_table(MODEL)))
         sent, received = way.sent / options.rounds / PEERS, way.received / options.rounds
+        settings = {key: value for key, value in vars(options).items() if key not in ("only", "json")}
         rows.append(
             {
                 "way": name,
+                **settings,
                 "loss": loss,
                 "taken": share,
                 "sent": 4 * parameters / sent,
                 "received": 4 * parameters / received,
                 "seconds": time.process_time() - began,
+                **stamp(),
             }
         )
         print(rows[-1], flush=True)
+        write_rows(options.json, rows)
     print(
         table(
             rows,

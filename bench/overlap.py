@@ -8,12 +8,16 @@ that by itself, but not beside the second peer.
 
 Inner steps that a round in flight touches (from the copy at the freeze until the digest after the commit is known) are
 compared with all others of the same run: the ratio of the medians, of the means, and of the medians of the processor
-time that a step took, which other load on the machine changes least. ``busy`` is what the bare presence of work costs
-on this machine: the same steps, with no round, while the last core runs a loop that touches no memory, over those while
-it rests. ``peer CPU s`` is what the peer and its p2p daemon used in a whole round, training not included. ``copy`` is
-one copy of the parameters between the same two memories, measured after the run, each time after other memory has been
-through the caches, as inner steps do; ``freeze`` and ``move`` are how long training stood still in a round, at the
-contribution and at the commit.
+time that a step took, which other load on the machine changes least. A machine drifts while it is measured, so there
+are several ``--windows``, runs of their own: each ratio is the mean over them, beside it half of its 95 % interval
+(Student's t, the windows taken as independent), and all other figures are the windows' medians.
+
+``busy`` is what the bare presence of work costs on this machine: the same steps, with no round, while the last core
+runs a loop that touches no memory, over those while it rests. ``peer CPU s`` is what the peer and its p2p daemon used
+in a whole round, training not included. ``copy`` is one copy of the parameters between the same two memories, measured
+after the run, each time after other memory has been through the caches, as inner steps do; ``freeze`` and ``move`` are
+how long training stood still in a round, at the contribution and at the commit. With ``--device cuda`` the trainer
+computes there, and encodes there as a node's does; ``CPU`` is then the processor's time alone.
 
 With ``--fragments`` the model is averaged in so many parts, in turn; ``peak MB`` is what a peer sends in the largest
 round. First on loopback, where a round is as dense as it can be, then behind links of so many Mbit/s (needs root).
@@ -38,25 +42,29 @@ from typing import Any
 
 import numpy as np
 
+from atoll.node.compare.statistics import interval
 from atoll.node.trainer import TrainerProcess
 from atoll.node.worker import die_with_parent
 from atoll.protocol.island import Island, Progress, Run, Snapshot
 from atoll.protocol.messages import Span
 
-from ._common import Crew, Row, cpu, table, write_rows
+from ._common import Crew, Row, cpu, stamp, table, write_rows
 from ._network import Network, Unavailable, enter
 
 BATCH, CONTEXT = 1, 64
 COLUMNS = [
-    ("mbit", "Mbit/s", ".0f"), ("millions", "M params", ".1f"), ("codec", "codec", "s"),
+    ("mbit", "Mbit/s", ".0f"), ("device", "device", "s"), ("millions", "M params", ".1f"), ("codec", "codec", "s"),
     ("fragments", "fragments", "d"), ("rounds", "rounds", "d"), ("peak_mb", "peak MB", ".2f"),
     ("flight", "in flight s", ".2f"), ("inside", "steps in", "d"), ("outside", "steps out", "d"),
-    ("step_ms", "step ms", ".1f"), ("ratio", "in/out, median", ".3f"), ("mean_ratio", "mean", ".3f"),
-    ("cpu_ratio", "CPU", ".3f"), ("busy_ratio", "busy", ".3f"), ("peer_cpu", "peer CPU s", ".2f"),
+    ("step_ms", "step ms", ".1f"), ("windows", "windows", "d"), ("ratio", "in/out, median", ".3f"),
+    ("ratio_half", "±", ".3f"), ("mean_ratio", "mean", ".3f"), ("mean_ratio_half", "±", ".3f"),
+    ("cpu_ratio", "CPU", ".3f"), ("cpu_ratio_half", "±", ".3f"), ("busy_ratio", "busy", ".3f"),
+    ("peer_cpu", "peer CPU s", ".2f"),
     ("copy_ms", "copy ms", ".1f"), ("freeze_ms", "freeze ms", ".1f"), ("move_ms", "move ms", ".1f"),
 ]  # fmt: skip
 POLL = 0.004
 """Seconds between two looks at the trainer's counters."""
+RATIOS = ("ratio", "mean_ratio", "cpu_ratio")
 BESIDE = 4.0
 """Seconds of each turn with and without a loop on the last core."""
 
@@ -175,6 +183,7 @@ def give_way(pid: int) -> None:
 
 async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> None:
     from atoll.node.config import DataConfig, InnerConfig, ModelConfig
+    from atoll.node.encoder import coding_of
     from atoll.node.run_defaults import new_manifest
     from atoll.node.specs import tensor_specs
     from atoll.protocol import kernels
@@ -211,17 +220,21 @@ async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> 
         connection.send((True, [f"{address}/p2p/{transport.peer_id}" for address in transport.addresses()]))
         island: Watched | Idle = Idle(layout.parameters, steps)
         if index == 0:
+            coding, why = coding_of(manifest, options["encode"], options["device"])
+            if why:
+                print(f"contributions are encoded on the host: {why}", file=sys.stderr, flush=True)
             trainer = await Watched.start(
                 model, DataConfig.from_table(manifest.data), InnerConfig.from_table(manifest.inner), steps,
-                options["rounds"], device="cpu", threads=1, overlap=True,
-                fragments=options["fragments"],
+                options["rounds"], device=options["device"], threads=1, overlap=True,
+                fragments=options["fragments"], coding=coding,
             )  # fmt: skip
             assert isinstance(trainer, Watched)
             island = trainer
             if options["bind"]:
                 for thread in os.listdir(f"/proc/{trainer.pid}/task"):
                     os.sched_setaffinity(int(thread), options["bind"][:1])
-            transport.use_threads(min((os.cpu_count() or 1) - trainer.threads, 2))  # as a node does
+            if trainer.device == "cpu":
+                transport.use_threads(min((os.cpu_count() or 1) - trainer.threads, 2))  # as a node does
         store = Store.open(folder / "store", manifest.run_id, layout)
 
         def events(event: str, /, **fields: Any) -> None:
@@ -248,6 +261,8 @@ async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> 
             watching.cancel()
             answer = judge(island, flights) | {
                 "params": layout.parameters,
+                "chunk": layout.chunk,
+                "device": island.device,
                 "busy_ratio": busy,
                 "copy_ms": 1000 * copying(island),
                 "peak_mb": max(b - a for a, b in pairwise(sent[2:])) / 1e6,
@@ -332,13 +347,32 @@ def measure(mbit: float, options: argparse.Namespace) -> Row:
             "fragments": options.fragments, "hosts": network.addresses if network else ["127.0.0.1"] * 2, "seeds": [],
             "namespaces": network.names if network else [],
             "bind": [] if options.free or len(_cores()) < 2 else _cores(),
+            "device": options.device, "encode": options.encode,
         }  # fmt: skip
         crew = stack.enter_context(Crew(peer_main, 2, setup))
         greetings = crew.greetings()
         patience = 600.0
         answers: list[Row] = crew.ask("run", each=[greetings[1], greetings[0]], patience=patience)
-    told = {"mbit": mbit or None, "codec": options.codec, "fragments": options.fragments}
-    return answers[0] | told | {"millions": answers[0]["params"] / 1e6}
+    return answers[0] | stamp()
+
+
+def together(mbit: float, windows: Sequence[Row], options: argparse.Namespace) -> Row:
+    """The row of several windows; they stand in it."""
+    first = windows[0]
+    row: Row = {
+        "mbit": mbit or None, "codec": options.codec, "fragments": options.fragments, "steps": options.steps,
+        "overlap": options.overlap, "asked_rounds": options.rounds, "encode": options.encode, "free": options.free,
+        "windows": len(windows), "each": list(windows), "device": first["device"],
+        "params": first["params"], "millions": first["params"] / 1e6, "chunk": first["chunk"],
+    }  # fmt: skip
+    for key, value in first.items():
+        if key in RATIOS:
+            found = interval([window[key] for window in windows])
+            row[key] = found.mean
+            row[f"{key}_half"] = found.half_width if len(windows) > 1 else None
+        elif key not in row and isinstance(value, int | float):
+            row[key] = statistics.median_low([window[key] for window in windows])
+    return row | stamp()
 
 
 def main() -> int:
@@ -350,17 +384,23 @@ def main() -> int:
     parser.add_argument("--fragments", type=int, default=1, help="parts of the model that are averaged in turn (P)")
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--free", action="store_true", help="leave it to the scheduler where the trainer's peer runs")
+    parser.add_argument("--windows", type=int, default=3, help="runs of each link (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="where the trainer computes: cpu, cuda (default: %(default)s)")
+    parser.add_argument("--encode", default="auto", choices=["auto", "host", "device"], help="as of a node")
     parser.add_argument("--json", type=Path, help="write the rows there")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces go whatever ends us
-    rows = []
-    for mbit in options.mbit:
-        try:
-            rows.append(measure(mbit, options))
-        except Unavailable as error:
-            print(f"links cannot be shaped on this machine: {error}", file=sys.stderr)
-            return 7
-        write_rows(options.json, rows)
+    rows: list[Row] = []
+    found: dict[float, list[Row]] = {mbit: [] for mbit in options.mbit}
+    for _ in range(options.windows):  # links in turns, so that what changes with time is in all of them
+        for mbit, windows in found.items():
+            try:
+                windows.append(measure(mbit, options))
+            except Unavailable as error:
+                print(f"links cannot be shaped on this machine: {error}", file=sys.stderr)
+                return 7
+            rows = [together(link, those, options) for link, those in found.items() if those]
+            write_rows(options.json, rows)
     print(table(rows, COLUMNS))
     return 0
 

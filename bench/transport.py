@@ -1,4 +1,4 @@
-"""What the libp2p transport does on this machine's loopback: ``python bench/transport.py [--idle SECONDS]``.
+"""What the libp2p transport does on this machine's loopback: ``python -m bench.transport``.
 
 Prints a table: the throughput of one stream by frame size with the CPU time of the process (both ends live in it)
 and of the two p2p daemons, the time to open a stream, and what a node costs that only takes part in the DHT.
@@ -13,19 +13,16 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from atoll.protocol.hivemind_transport import HivemindTransport
 from atoll.protocol.transport import PeerId, Stream
 
+from ._common import Row, cpu, stamp, write_rows
+
 RUN = bytes(range(32))
 KEYS = [f"peers/{bucket}" for bucket in range(4)]
 TOTAL = 1 << 30
-
-
-def cpu(pid: int) -> float:
-    """Seconds of CPU time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def memory(pid: int) -> float:
@@ -50,7 +47,13 @@ async def sink(stream: Stream) -> None:
     await stream.send(b"done")
 
 
-async def main(idle: float) -> None:
+async def main(idle: float, file: Path | None) -> None:
+    rows: list[Row] = []
+
+    def note(**figures: Any) -> None:
+        rows.append(figures | stamp())
+        write_rows(file, rows)
+
     with tempfile.TemporaryDirectory() as folder:
         nodes: list[HivemindTransport] = []
         before = memory(os.getpid())
@@ -79,6 +82,7 @@ async def main(idle: float) -> None:
             seconds = time.perf_counter() - began
             spent = [cpu(pid) - at for pid, at in zip(pids[:3], used, strict=True)]
             print(f"  {size >> 10:9d} {TOTAL / 1e6 / seconds:7.0f}   " + "  ".join(f"{value:.2f}" for value in spent))
+            note(what="one stream", frame=size, bytes=TOTAL, seconds=seconds, mb_per_s=TOTAL / 1e6 / seconds, cpu=spent)
             await stream.close()
 
         opening, answering = [], []
@@ -93,8 +97,16 @@ async def main(idle: float) -> None:
         print(f"opening a stream: {1e3 * statistics.median(opening):.2f} ms, "
               f"with the first answer {1e3 * statistics.median(answering):.2f} ms")  # fmt: skip
 
+        note(what="opening a stream", ms=1e3 * statistics.median(opening),
+             answered_ms=1e3 * statistics.median(answering))  # fmt: skip
         print(f"memory: {(memory(os.getpid()) - before) / len(nodes):.1f} MB a transport in the process, "
               f"daemons {', '.join(f'{memory(pid):.0f}' for pid in pids[1:])} MB")  # fmt: skip
+
+        note(
+            what="memory",
+            process_mb=(memory(os.getpid()) - before) / len(nodes),
+            daemons_mb=list(map(memory, pids[1:])),
+        )
 
         async def live(node: HivemindTransport) -> None:
             while True:
@@ -111,6 +123,7 @@ async def main(idle: float) -> None:
             spent = [100 * (cpu(pid) - at) / idle for pid, at in zip(pids, used, strict=True)]
             print(f"{name}: {sum(spent) / len(nodes):.2f} % of a core a node "
                   f"(process {spent[0] / len(nodes):.2f}, daemon {sum(spent[1:]) / len(nodes):.2f})")  # fmt: skip
+            note(what=name, idle=idle, nodes=len(nodes), percent_of_a_core=spent)
             for task in tasks:
                 task.cancel()
         await asyncio.gather(*(node.close() for node in nodes))
@@ -119,4 +132,6 @@ async def main(idle: float) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--idle", type=float, default=30.0, help="seconds to watch idle nodes, twice")
-    asyncio.run(main(parser.parse_args().idle))
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    options = parser.parse_args()
+    asyncio.run(main(options.idle, options.json))

@@ -40,7 +40,7 @@ from atoll.node import checkpoint
 from atoll.node.swarm.processes import Child, Family, Interrupts, child_environment
 from atoll.protocol.errors import AtollError
 
-from ._common import Failed, Row, read_rows, table, write_rows
+from ._common import Failed, Row, read_rows, same, stamp, table, write_rows
 from ._network import Network, Unavailable, round_trip
 
 SETTINGS = ("plain", "overlapped")
@@ -184,8 +184,8 @@ def asked(setting: str, options: argparse.Namespace) -> Row:
 
 
 def found(rows: list[Row], wanted: Row) -> Row | None:
-    """The newest row that was measured with all that."""
-    return next((row for row in reversed(rows) if all(row.get(key) == value for key, value in wanted.items())), None)
+    """The newest row that was measured with all that, on this commit and machine."""
+    return next((row for row in reversed(rows) if same(row, wanted)), None)
 
 
 def fresh(place: Path, name: str) -> Path:
@@ -307,7 +307,7 @@ def main() -> int:
     parser.add_argument("--overlap", type=int, default=8, help="inner steps that may run ahead, overlapped")
     parser.add_argument("--congestion", default="", help="TCP's control of it (default: this machine's)")
     parser.add_argument("--folder", type=Path, help="where the nodes' folders go, and stay (default: none stays)")
-    parser.add_argument("--json", type=Path, help="write the rows there, and leave out what it has")
+    parser.add_argument("--json", type=Path, help="write the rows there, and leave out what it has of this commit")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces go whatever ends us
     rows = read_rows(options.json)
@@ -321,7 +321,7 @@ def main() -> int:
             if found(rows, asked(setting, options)) is not None:
                 continue
             try:
-                rows.append(measure(setting, options, fresh(place, setting)))
+                rows.append(measure(setting, options, fresh(place, setting)) | stamp())
             except Unavailable as error:
                 print(f"links cannot be shaped on this machine: {error}", file=sys.stderr)
                 return 7
