@@ -65,6 +65,8 @@ def describe(event: dict[str, Any]) -> str | None:
             f"round {event.get('round')}: committed outer step {event.get('outer_step')} with {len(members)} members "
             f"in {_number(event, 'seconds', '.1f')} s{alone if event.get('lone') else ''}"
         )
+    if kind == "resync":
+        return describe_resync(event)
     if kind == "evaluation":
         return f"round {event.get('round')}: held-out loss {_number(event, 'val_loss', '.4f')}"
     if kind == "refused":
@@ -80,6 +82,19 @@ def describe(event: dict[str, Any]) -> str | None:
     if kind == "exit":
         return f"ends: {event.get('reason') or 'done'}"
     return None
+
+
+def describe_resync(event: dict[str, Any]) -> str:
+    """Going over to another head, and what that cost."""
+    commits, averaged, dropped = (int(event.get(f"lost_{what}") or 0) for what in ("commits", "averaged", "tokens"))
+    lost = []
+    if commits:
+        more = " or more" if event.get("lost_more") else ""
+        lost.append(f"{commits}{more} commits that the others do not have, with {averaged:,} tokens of this node's")
+    if dropped:
+        lost.append(f"{dropped:,} tokens that this node had not brought yet")
+    where = f"round {event.get('round')}: went over to the others' {'chain' if commits else 'head'}"
+    return where + (f"; lost: {' and '.join(lost)}" if lost else "")
 
 
 def describe_progress(event: dict[str, Any]) -> str:

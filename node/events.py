@@ -19,6 +19,11 @@ Every line has ``t``, ``event`` and ``peer`` (see :mod:`atoll.protocol.eventlog`
                 overlap stopped: seconds for which training has stood still since the seal, at the limit of the overlap
                 and to move its parameters; with overwrite lost_tokens: of the steps made since the freeze
 ``digest``      round, outer_step, commit, digest: the state digest after that commit, hex
+``resync``      round, outer_step, left (commit), left_round: the node has gone over to another chain, or to a head from
+                which what is between is kept no more; lost_commits: those it had followed that are not in that chain
+                (lost_more: as many at least),
+                lost_averaged: its own tokens in them, lost_tokens: those that it had not brought yet
+``restored``    inner steps saved before a restart were taken up
 ``anchor``      number, commit, round, outer_step, height: the organiser's newest anchor; held: whether it is in this
                 peer's chain (a bootstrap peer has none); again when that changes
 ``evaluation``  round, outer_step, tokens, bytes, val_loss (nats per token); an observer's

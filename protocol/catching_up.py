@@ -11,6 +11,7 @@ from .core import Core
 from .ends import Ends
 from .errors import Fault, NonFinite, ResourceError, StateError, TransportError
 from .fetch import Plan
+from .forks import lost_between
 from .heads import Heads
 from .incoming import Incoming
 from .island import Progress
@@ -139,7 +140,7 @@ class CatchingUp:
             if plan.base == self._core.head and plan.checkpoint is None:
                 await self._walk(plan)
             else:
-                await self._go_over(plan.head)
+                await self._go_over(plan)
         if self._core.state == "joining":
             self._core.set_state("observing" if self._island is None else before if before != "joining" else "training")
 
@@ -171,11 +172,12 @@ class CatchingUp:
         check_all(commit.body, chunks, self._layout, self._codec, self._manifest.merging)
         self._store.append(commit, chunks)
 
-    async def _go_over(self, head: Head) -> None:
+    async def _go_over(self, plan: Plan) -> None:
         """Reload what the store has of another head: a fork's end, or a jump over commits that are no longer kept.
 
         What this peer has not handed over belongs to the chain that it leaves: it is dropped, and said to be lost.
         """
+        head = plan.head
         loaded = await self._transport.offload(self._store.load, head.id)
         if loaded is None:
             self._events("warning", message=f"the state of round {head.round} could not be loaded; it is fetched again")
@@ -199,9 +201,13 @@ class CatchingUp:
             await self._transport.offload(self._store.see, head)
         except ResourceError as error:
             self._events("warning", message=f"the head was not written down: {error}")
+        lost = await self._transport.offload(
+            lost_between, before, self._core.head, plan.path, self._store.commit, self._core.me, self._layout
+        )
         self._events(
             "resync", round=self._core.head.round, outer_step=self._core.head.outer_step, left=before.id.hex(),
             left_round=before.round, lost_tokens=self._training.accounts.unmerged(progress),
+            lost_commits=lost.commits, lost_averaged=lost.tokens, lost_more=lost.more,
         )  # fmt: skip
         if self._island is not None:
             self._island.revoke()

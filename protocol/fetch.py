@@ -114,6 +114,8 @@ class Plan:
     """The anchored commit, when it was shown to be behind ``head``."""
     lineage: Sequence[bytes] = ()
     """The bodies from there to ``base``, which show it, as far as the caller does not have them."""
+    path: Sequence[Head] = ()
+    """The verified commits below ``head`` that were looked at, whether the way leads through them or not."""
 
 
 @dataclass(eq=False)
@@ -314,11 +316,11 @@ class Fetcher:
             start = await self._start(steps[at].commit.body, held[ids[at]])
             if start is not None:
                 base = start.position.head
-                return Plan(head, base, start, steps[at:], donors, *_shown(anchor, below, steps, base))
+                return Plan(head, base, start, steps[at:], donors, *_shown(anchor, below, steps, base), path)
         if mine is None:
             raise Declined(f"nobody offers a state from which {peer}'s head can be reached")
         base = self._parent_of(steps[mine].commit.body)
-        return Plan(head, base, None, steps[mine:], donors, *_shown(anchor, below, steps, base))
+        return Plan(head, base, None, steps[mine:], donors, *_shown(anchor, below, steps, base), path)
 
     async def _lineage(
         self, peer: PeerId, path: Sequence[Head], starts: Mapping[bytes, Head], anchor: Anchor | None, ask: bool

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from atoll.protocol.control import Ballot, Committed, Control, Ping
+from atoll.protocol.messages import hash_of
 from atoll.protocol.round import Round
 from atoll.protocol.transport import PeerId
 
@@ -241,7 +242,15 @@ def test_a_partition_that_heals_ends_in_one_head() -> None:
     swarm.check_samples()
     assert swarm.violations == []
     assert len(set(swarm.heads().values())) == 1
-    assert swarm.named("resync"), "one side has to give up its fork"
+    went = swarm.named("resync")
+    assert went, "one side has to give up its fork"
+    chain = {hash_of(commit.body) for commit in swarm.chain(swarm.best_head().id)}
+    forked = len(swarm.commits) - len(chain)
+    assert forked > 0
+    for _, name, fields in went:
+        assert 0 < fields["lost_commits"] <= forked, name
+        assert fields["lost_more"] == (fields["lost_commits"] < forked)
+        assert fields["lost_averaged"] > 0
 
 
 def test_a_restarted_peer_resumes_from_its_disk() -> None:

@@ -21,7 +21,20 @@ from atoll.protocol.records import Record
 
 PEER = Ed25519Signer.from_seed(bytes(32)).peer_id
 OTHER = Ed25519Signer.from_seed(bytes([1] * 32)).peer_id
-KINDS = ["start", "state", "seal", "void", "commit", "anchor", "evaluation", "refused", "warning", "exit", "new kind"]
+KINDS = [
+    "start",
+    "state",
+    "seal",
+    "void",
+    "commit",
+    "anchor",
+    "evaluation",
+    "refused",
+    "warning",
+    "exit",
+    "resync",
+    "new kind",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -42,6 +55,16 @@ def test_a_lone_commit_is_said_to_be_one() -> None:
     event = {"event": "commit", "round": 3, "outer_step": 2, "members": [PEER], "seconds": 0.5, "lone": True}
     assert "alone" in str(describe(event))
     assert "alone" not in str(describe(event | {"lone": False}))
+
+
+def test_what_going_over_to_another_chain_has_cost() -> None:
+    event = {"event": "resync", "round": 9, "lost_commits": 2, "lost_averaged": 5120, "lost_tokens": 300}
+    assert describe(event) == (
+        "round 9: went over to the others' chain; lost: 2 commits that the others do not have, with 5,120 tokens of "
+        "this node's and 300 tokens that this node had not brought yet"
+    )
+    assert "2 or more commits" in str(describe(event | {"lost_more": True}))
+    assert describe({"event": "resync", "round": 9}) == "round 9: went over to the others' head"
 
 
 def test_plain_style_prints_progress_now_and_then() -> None:
