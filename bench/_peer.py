@@ -263,9 +263,9 @@ class BenchPeer:
         whole = 0.0
 
         class Timed(Round):
-            def _hold(self, index: int, data: bytes) -> None:
+            def _hold(self, index: int, data: bytes, digest: bytes | None = None) -> None:
                 nonlocal whole
-                super()._hold(index, data)
+                super()._hold(index, data, digest)
                 if None not in self.chunks and not whole:
                     whole = time.monotonic()
 

@@ -16,13 +16,14 @@ import asyncio
 import struct
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 from blake3 import blake3
 
-from .averaged import check, pack, size_limit
+from .averaged import Averaged, check, hash_chunk, pack, size_limit
 from .codecs import MAX_MAGNITUDE, Codec, averages_codec
 from .commits import bitmap, members_in
 from .digest import BytesLike
@@ -88,7 +89,7 @@ class Reducer:
     """Averages one part. Contributions are added as whole, valid chunks only; whoever holds the window up for
     ``silence`` seconds, or misses the cut-off, is left out from there on.
 
-    sink: called with each averaged chunk (index, bytes).
+    sink: called with each averaged chunk (index, bytes, hash).
     refused: called with (member, reason, fault) when a member is left out for what it does not bring. What it does
     wrong is raised by :meth:`accept`.
     floor: ``Transport.now()`` before which silence proves nothing (the process itself was held up then).
@@ -99,7 +100,7 @@ class Reducer:
 
     def __init__(
         self, transport: Transport, layout: ChunkLayout, codec: Codec, members: Sequence[Member], me: int, part: Part,
-        *, merging: Merging, silence: float, cutoff: float, sink: Callable[[int, bytes], None],
+        *, merging: Merging, silence: float, cutoff: float, sink: Callable[[int, bytes, bytes], None],
         refused: Callable[[int, str, Fault], None], floor: Callable[[], float], silent: Callable[[int], float],
     ) -> None:  # fmt: skip
         self._transport = transport
@@ -158,10 +159,14 @@ class Reducer:
         self._arrived.pulse()
         self._averaged.pulse()
 
-    async def _add(self, member: int, index: int, payload: BytesLike) -> None:
-        """Add a contribution, whole and once. It runs to its end in a task of its own even if the member's stream
-        breaks meanwhile: a thread that adds cannot be called back, and the books must say what it did."""
-        task = asyncio.get_running_loop().create_task(self._add_whole(member, index, payload))
+    async def _add(
+        self, member: int, index: int, payload: BytesLike, noted: Callable[[], object] | None = None
+    ) -> None:
+        """Add a contribution, whole and once. noted: called beside that, for each that came in its turn.
+
+        It runs to its end in a task of its own even if the member's stream breaks meanwhile: a thread that adds cannot
+        be called back, and the books must say what it did."""
+        task = asyncio.get_running_loop().create_task(self._add_whole(member, index, payload, noted))
         self._adding[task] = member
         task.add_done_callback(self._added)
         await asyncio.shield(task)
@@ -171,20 +176,28 @@ class Reducer:
         if not task.cancelled():
             task.exception()  # raised where it is awaited, if anybody still waits
 
-    async def _add_whole(self, member: int, index: int, payload: BytesLike) -> None:
+    async def _add_whole(self, member: int, index: int, payload: BytesLike, noted: Callable[[], object] | None) -> None:
         async with self._locks.setdefault(index, asyncio.Lock()):
             if member in self._out or index < self._low:
                 raise PeerMisbehaved(f"chunk {index} came after it was averaged without it")
             if member in self._next and self._next[member] != index:
+                if noted is not None:
+                    noted()
                 return  # it came over an earlier stream already
             into = self._sums.get(index)
             if into is None:
                 into = self._sums[index] = self._fresh(self._layout.size(index))
             weight = float(self._merging.weight(self._members[member]))
-            if self._directions is not None:
-                await self._transport.offload(self._directions.add, member, index, payload, weight, into)
-            else:
-                await self._transport.offload(self._codec.accumulate, payload, weight, into)
+
+            def add() -> None:
+                if noted is not None:
+                    noted()
+                if self._directions is not None:
+                    self._directions.add(member, index, payload, weight, into)
+                else:
+                    self._codec.accumulate(payload, weight, into)
+
+            await self._transport.offload(add)
             self._inside.setdefault(index, []).append(member)
             if member in self._next:
                 self._next[member] = index + 1
@@ -252,21 +265,24 @@ class Reducer:
             contributors = bitmap(inside, len(self._members))
             norms = self._directions.norms(index, inside) if self._directions is not None else None
             if weight and total is not None:
-                average = await self._transport.offload(self._average, index, contributors, weight, total, norms)
+                average, digest = await self._transport.offload(
+                    self._average, index, contributors, weight, total, norms
+                )
                 self._spare.append(total)
             else:
                 average = pack(index, contributors, weight, b"", norms)
+                digest = hash_chunk(average)
             self._inside.pop(index, None)
             self._low = index + 1
         self._locks.pop(index, None)
         self._averages[index] = average
-        self._sink(index, average)
+        self._sink(index, average, digest)
         self._averaged.pulse()
 
     def _average(
         self, index: int, contributors: bytes, weight: int, total: np.ndarray[Any, np.dtype[np.float32]],
         norms: bytes | None,
-    ) -> bytes:  # fmt: skip
+    ) -> tuple[bytes, bytes]:  # fmt: skip
         total /= np.float32(weight)
         try:
             payload = self._averages_codec.encode(total)
@@ -274,7 +290,8 @@ class Reducer:
             # Each contribution was within the codec's bound; rounding may take their mean a hair beyond it.
             np.clip(total, -MAX_MAGNITUDE, MAX_MAGNITUDE, out=total)
             payload = self._averages_codec.encode(total)
-        return pack(index, contributors, weight, payload, norms)
+        average = pack(index, contributors, weight, payload, norms)
+        return average, hash_chunk(average)
 
     # --- one member's stream -------------------------------------------------------------------------------------
 
@@ -340,7 +357,6 @@ class Reducer:
                 raise PeerMisbehaved(f"frame of kind {kind} from a member that owes none", stream.peer)
             if index != self._next[member] or index >= self._end:
                 raise PeerMisbehaved(f"chunk {index} where {self._next[member]} was due", stream.peer)
-            running.update(frame)
             count += 1
             while index >= self._low + WINDOW and member not in self._out:
                 await self._averaged.wait(self._silence)
@@ -350,7 +366,7 @@ class Reducer:
                 await _drain(stream, limit, self._end - index)
                 return
             try:
-                await self._add(member, index, frame[_CHUNK.size :])
+                await self._add(member, index, frame[_CHUNK.size :], partial(running.update, frame))
             except PeerMisbehaved as error:
                 if member in self._out:
                     await _drain(stream, limit, self._end - index)
@@ -403,13 +419,13 @@ class Progress:
 async def exchange(
     stream: Stream, hello: Hello, roster_id: bytes, progress: Progress, *, transport: Transport, layout: ChunkLayout,
     codec: Codec, members: list[Member], me: int, merging: Merging, silence: float,
-    own: Callable[[int], BytesLike] | None, sink: Callable[[int, bytes], None],
+    own: Callable[[int], BytesLike] | None, sink: Callable[[int, bytes, bytes], None],
 ) -> None:  # fmt: skip
     """The member's side of one reduce stream: send the own chunks of a part, receive its averages.
 
     progress: is brought forward; it outlives a stream that breaks. me: this member's number in the roster.
     own: encodes the contribution to a chunk; None when this member only receives. merging: of the part's fragment.
-    sink: called with each averaged chunk once it is valid.
+    sink: called with each averaged chunk once it is valid (index, bytes, hash).
     Raises StreamClosed when the stream breaks, PeerSlow when the end does not come within ``silence`` seconds after the
     last average, PeerMisbehaved when the reducer breaks the rules.
     """
@@ -451,6 +467,13 @@ async def exchange(
     async def read() -> None:
         limit = _CHUNK.size + max(size_limit(codec, layout.chunk, len(members), merging), END_SIZE)
         count, running = 0, blake3()
+
+        def take(frame: bytes | memoryview, index: int) -> tuple[Averaged, bytes, bytes]:
+            running.update(frame)
+            data = bytes(frame[_CHUNK.size :])
+            averaged = check(data, index, members, codec, layout.size(index), merging)
+            return averaged, data, hash_chunk(data)
+
         while True:
             try:
                 async with asyncio.timeout(silence if progress.whole else None):
@@ -467,13 +490,11 @@ async def exchange(
                 return
             if kind != AVERAGE or index != due or due >= progress.end:
                 raise PeerMisbehaved(f"frame of kind {kind}, chunk {index} where {due} was due", stream.peer)
-            running.update(frame)
-            data = bytes(frame[_CHUNK.size :])
+            averaged, data, digest = await transport.offload(take, frame, index)
             del frame  # it would stay as long as the next one takes to arrive
-            averaged = await transport.offload(check, data, index, members, codec, layout.size(index), merging)
             if index >= progress.sent and me in members_in(averaged.contributors, len(members)):
                 raise PeerMisbehaved(f"chunk {index} counts a contribution that was not sent", stream.peer)
-            sink(index, data)
+            sink(index, data, digest)
             count += 1
             progress.due += 1
 

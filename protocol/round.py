@@ -287,8 +287,9 @@ class Round:
             "refused", peer=self.peers[member], reason=reason, fault=fault.value, round=self.seal.round
         )  # fmt: skip
 
-    def _hold(self, index: int, data: bytes) -> None:
-        digest = hash_chunk(data)
+    def _hold(self, index: int, data: bytes, digest: bytes | None = None) -> None:
+        """An averaged chunk is here. digest: its hash, where that is known."""
+        digest = hash_chunk(data) if digest is None else digest
         self.held[digest] = data
         for first, count in self._progress:
             if first <= index < first + count:

@@ -104,7 +104,7 @@ class Group:
         started = transport.now()
         self.reducer = Reducer(
             transport, self.layout, self.codec, self.members, 0, self.part, merging=self.merging, silence=SILENCE,
-            cutoff=started + 60, sink=lambda index, data: self.averages["reducer"].append(data),
+            cutoff=started + 60, sink=lambda index, data, digest: self.averages["reducer"].append(data),
             refused=lambda member, reason, fault: self.refused.append((member, fault)), floor=lambda: started,
             silent=lambda member: 0.0,
         )  # fmt: skip
@@ -145,7 +145,7 @@ class Group:
         await exchange(
             stream, Hello(self.seal, bytes(64), 0, COUNT, 0), ROSTER, Progress.of(self.part), transport=transport,
             layout=self.layout, codec=self.codec, members=self.members, me=me, merging=self.merging, silence=SILENCE,
-            own=own, sink=lambda index, data: self.averages[name].append(data),
+            own=own, sink=lambda index, data, digest: self.averages[name].append(data),
         )  # fmt: skip
 
     def run(self) -> None:
