@@ -26,7 +26,7 @@ from atoll.node.config import DataConfig, InnerConfig, ModelConfig
 from atoll.node.evaluate import Evaluator
 from atoll.node.learner import Learner
 from atoll.node.specs import tensor_specs
-from atoll.protocol.codecs import averages_codec, get_codec
+from atoll.protocol.codecs import Codec, averages_codec, get_codec
 from atoll.protocol.kernels_numba import INT4_LEVELS
 from atoll.protocol.outer import outer_step
 from atoll.protocol.theta0 import theta0
@@ -67,8 +67,8 @@ def quantized(values: Floats, levels: Any, signed: bool) -> Floats:
     return out
 
 
-def through(name: str) -> Callable[[Floats], Floats]:
-    codec = get_codec(name)
+def through(name: str | Codec) -> Callable[[Floats], Floats]:
+    codec = get_codec(name) if isinstance(name, str) else name
 
     def trip(values: Floats) -> Floats:
         out = np.empty_like(values)
@@ -157,7 +157,7 @@ def main() -> None:
 
     exact = through("float32")
     plain, e3m0, int4 = sets["plain, 15 levels"], sets["E3M0"], through("int4")
-    sparse, coarse = through("sparse"), through(averages_codec("sparse").name)
+    sparse, union = through("sparse"), through(averages_codec("sparse"))
     runs: list[tuple[str, Callable[[Floats], Floats], Callable[[Floats], Floats], float, float, float]] = [
         ("float32", exact, exact, 0, 0.7, 0.6),
         ("int8", through("int8"), through("int8"), 1, 0.7, 0.6),
@@ -166,9 +166,9 @@ def main() -> None:
             for name, trip in (("int4", int4), ("plain", plain), ("E3M0", e3m0))
             for beta in (0, 1)
         ],
-        ("sparse, means int8", sparse, coarse, 0, 0.7, 0.6),
-        ("sparse, means int8", sparse, coarse, 0.95, 0.7, 0.6),
-        ("sparse, means int8", sparse, coarse, 0.95, 1, 0),
+        ("sparse, means union", sparse, union, 0, 0.7, 0.6),
+        ("sparse, means union", sparse, union, 0.95, 0.7, 0.6),
+        ("sparse, means union", sparse, union, 0.95, 1, 0),
         ("sparse, means sparse", sparse, sparse, 0.95, 1, 0),
     ]
     losses: list[Row] = []

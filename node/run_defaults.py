@@ -16,7 +16,7 @@ from atoll.protocol.errors import DataError, ManifestError
 from atoll.protocol.fragments import make_layout
 from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.lowrank import largest_rank
-from atoll.protocol.manifest import PROTOCOL, Manifest, suggested_chunk
+from atoll.protocol.manifest import PROTOCOL, Manifest, suggested_chunk, with_version
 
 from .config import DataConfig, InnerConfig, ModelConfig
 from .presets import DEFAULT_PRESET
@@ -150,6 +150,8 @@ def complete(raw: Mapping[str, Any]) -> dict[str, Any]:
     given = raw.get("codec", {})
     if isinstance(given, Mapping) and given.get("name") == "lowrank" and "error_feedback" not in given:
         full["codec"]["error_feedback"] = LOW_RANK_FEEDBACK
+    if isinstance(full["codec"], Mapping):
+        full["codec"] = with_version(full["codec"])
     if isinstance(full["round"], dict):
         _complete_round(full["round"], tables)
     if isinstance(full["state"], dict):

@@ -171,7 +171,8 @@ class Applying:
         donors = [PeerId(member.peer) for member in body.seal.members if member.peer != self._me]
         started = self._transport.now()
         try:
-            size = encoded_size(self._layout.wire(body.fragment, body.seal.rank), self._manifest.codec.name)
+            wire = self._layout.wire(body.fragment, body.seal.rank)
+            size = encoded_size(wire, self._manifest.codec.name, body.seal.members)
             rate = self._core.rates.download or ASSUMED
             async with asyncio.timeout(4 * self._silence + 4 * transfer_seconds(size, 2, rate)):
                 chunks = await self._fetcher.chunks(body, donors, self._flights.recent)

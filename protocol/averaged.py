@@ -1,7 +1,7 @@
 """An averaged chunk as bytes: the unit that a commit names by hash, that donors serve and that everyone decodes.
 
 Layout, big-endian: version u8 (1), bitmap length u8, chunk index u32, sum of weights u64, bitmap, then the mean in
-the run's codec (or the one in which its averages travel: int8 for sparse contributions). A chunk that nobody
+the run's codec (or the one in which its averages travel: union for sparse contributions). A chunk that nobody
 contributed to has an empty bitmap value, weight 0 and no payload. Where tensors are merged by norms and directions
 (:mod:`.radial`) the version is 2, and between bitmap and payload stand the norms: float32, little-endian, for each
 piece of a tensor those of the contributors in the order of their numbers.
@@ -72,7 +72,8 @@ def unpack(data: bytes, pieces: int | None = None) -> Averaged:
 def size_limit(codec: Codec, elements: int, members: int, merging: Merging) -> int:
     """Bytes of the largest averaged chunk of so many elements."""
     norms = NORM_BYTES * members * merging.most_norms
-    return _HEADER.size + (members + 7) // 8 + norms + averages_codec(codec.name).encoded_size(elements)
+    payload = averages_codec(codec.name).average_size(elements, members)
+    return _HEADER.size + (members + 7) // 8 + norms + payload
 
 
 def hash_chunk(data: bytes) -> bytes:
@@ -114,7 +115,7 @@ def check(
     if weight != chunk.weight or any(members[i].weight == 0 for i in inside):
         raise PeerMisbehaved(f"averaged chunk {index} states weight {chunk.weight}, its contributors have {weight}")
     if inside:
-        averages_codec(codec.name).validate(chunk.payload, elements)
+        averages_codec(codec.name).validate(chunk.payload, elements, len(inside))
     elif len(chunk.payload):
         raise PeerMisbehaved(f"averaged chunk {index} has a payload and no contributors")
     return chunk

@@ -20,10 +20,11 @@ def slowest_link(members: Sequence[Member]) -> float:
     return max(min(rates, default=ASSUMED), SLOWEST)
 
 
-def encoded_size(layout: ChunkLayout, codec: str) -> int:
-    """Bytes of the whole encoded fragment; ``layout``: its chunks as they travel."""
+def encoded_size(layout: ChunkLayout, codec: str, members: Sequence[Member]) -> int:
+    """Bytes of the whole fragment, averaged and encoded, at most; ``layout``: its chunks as they travel."""
     kind = averages_codec(codec)  # never smaller than what a contribution takes
-    return sum(kind.encoded_size(layout.size(index)) for index in range(layout.count))
+    contributions = sum(member.weight > 0 for member in members)
+    return sum(kind.average_size(layout.size(index), contributions) for index in range(layout.count))
 
 
 def transfer_seconds(size: int, members: int, rate: float) -> float:
@@ -39,5 +40,5 @@ def deadline_seconds(
 
     in_flight: rounds that may share the links.
     """
-    size = encoded_size(layout, codec) if any(member.weight for member in members) else 0
+    size = encoded_size(layout, codec, members) if any(member.weight for member in members) else 0
     return 4 * silence + 4 * in_flight * transfer_seconds(size, len(members), slowest_link(members))

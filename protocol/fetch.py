@@ -386,8 +386,11 @@ class Fetcher:
     def _cost(self, steps: Sequence[Step]) -> int:
         """Bytes of the chunks to be fetched."""
         kind = averages_codec(self._codec.name)
-        sizes = [kind.encoded_size(self._layout.wire(f).chunk) for f in range(self._layout.fragments)]
-        return sum(sizes[step.commit.body.fragment] * len(step.commit.body.chunks) for step in steps)
+        chunks = [self._layout.wire(f).chunk for f in range(self._layout.fragments)]
+        bodies = [step.commit.body for step in steps]
+        return sum(
+            kind.average_size(chunks[body.fragment], len(body.seal.members)) * len(body.chunks) for body in bodies
+        )
 
     async def _chain(self, peer: PeerId, head: Head, first: int) -> list[Step]:
         """The commits from ``first``, or as low as the donor's log reaches, up to a head; every one verified."""

@@ -54,6 +54,9 @@ class Kernels:
     sparse_valid: Kernel
     sparse_decode: Kernel
     sparse_add: Kernel
+    union_encode: Kernel
+    union_valid: Kernel
+    union_decode: Kernel
     float16_encode: Kernel
     float16_valid: Kernel
     float16_decode: Kernel
@@ -176,6 +179,9 @@ def compile_kernels(*, cache: bool, cache_dir: Path | None = None) -> Kernels:
         "sparse_valid": yes(frozen_octets, i8, i8),
         "sparse_decode": none(frozen_octets, floats),
         "sparse_add": none(frozen_octets, f4, floats),
+        "union_encode": i8(frozen_floats, octets, u4),
+        "union_valid": yes(frozen_octets, i8, i8, i8),
+        "union_decode": none(frozen_octets, floats),
         "float16_encode": yes(frozen_floats, octets, u4),
         "float16_valid": yes(frozen_octets, i8),
         "float16_decode": none(frozen_octets, floats),
@@ -274,6 +280,16 @@ def results(kernels: Kernels) -> dict[str, bytes]:
         getattr(kernels, f"{codec}_decode")(frozen(payload), out)
         getattr(kernels, f"{codec}_add")(frozen(payload), f4(12345), into)
         found[f"{codec}_decode"], found[f"{codec}_add"] = out.tobytes(), into.tobytes()
+
+    few = values.copy()
+    few[np.arange(n) % 16 > 0] = 0
+    payload = np.zeros(2 * n, np.uint8)
+    size = int(kernels.union_encode(frozen(few), payload, limit))
+    found["union_encode"] = payload[:size].tobytes()
+    found["union_valid"] = bytes([kernels.union_valid(frozen(payload[:size]), n, 0x5C80, 4)])
+    out = np.empty(n, np.float32)
+    kernels.union_decode(frozen(payload[:size]), out)
+    found["union_decode"] = out.tobytes()
 
     out = np.empty(n, np.float32)
     kernels.theta0_normal(out, np.uint64(0xFEDCBA9876543210), f4(0.02))

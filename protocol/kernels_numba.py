@@ -493,6 +493,167 @@ def sparse_add(payload: Bytes, weight: Any, into: Floats) -> None:
             into[start + place] = np.float32(into[start + place] + np.float32(weight * value))
 
 
+def union_encode(values: Floats, payload: Bytes, limit: Any) -> Any:
+    """Bytes written, into a payload that has room for all values; -1 when a magnitude is above ``limit`` (bits)."""
+    n = values.size
+    places = np.empty(STRETCH, np.int32)
+    position = np.int64(0)
+    for start in range(0, n, STRETCH):
+        m = np.int64(min(STRETCH, n - start))
+        count = np.int64(0)
+        worst = np.uint32(0)
+        for i in range(m):
+            magnitude = np.uint32(np.float32(values[start + i]).view(np.uint32) & MAGNITUDE)
+            worst = max(worst, magnitude)
+            places[count] = i
+            count += np.int64(magnitude != 0)
+        if worst > limit:
+            return np.int64(-1)
+        payload[position] = np.uint8(count & 255)
+        payload[position + 1] = np.uint8(count >> 8)
+        position += 2
+        bits, low = m, np.int64(0)
+        for width in range(1, 13):
+            size = count * (width + 1) + ((m - 1) >> width)
+            if size < bits:
+                bits, low = size, np.int64(width)
+        octets = (bits + 7) // 8 if count > 0 else np.int64(0)
+        for i in range(octets):
+            payload[position + i] = np.uint8(0)
+        upper = count + ((m - 1) >> low)
+        for i in range(count):
+            place = np.int64(places[i])
+            at = (place >> low) + i if low > 0 else place
+            payload[position + (at >> 3)] |= np.uint8(1 << (at & 7))
+            if low > 0:
+                at = upper + i * low
+                rest = (place & ((np.int64(1) << low) - 1)) << (at & 7)
+                octet = position + (at >> 3)
+                while rest > 0:
+                    payload[octet] |= np.uint8(rest & 255)
+                    rest >>= 8
+                    octet += 1
+        position += octets
+        # The values kept, as ``int8``.
+        blocks = (count + BLOCK - 1) // BLOCK
+        levels = position + 2 * blocks
+        for block in range(blocks):
+            first = block * BLOCK
+            end: Any = min(count, first + BLOCK)
+            worst = np.uint32(0)
+            for i in range(first, end):
+                worst = max(worst, np.uint32(np.float32(values[start + places[i]]).view(np.uint32) & MAGNITUDE))
+            exact = np.float32(np.uint32(worst).view(np.float32) / np.float32(127))
+            word = np.uint32((np.float32(exact).view(np.uint32) + np.uint32(0xFFFF)) >> np.uint32(16))
+            payload[position + 2 * block] = np.uint8(word & np.uint32(0xFF))
+            payload[position + 2 * block + 1] = np.uint8(word >> np.uint32(8))
+            scale = np.uint32(word << np.uint32(16)).view(np.float32)
+            if word == 0:
+                scale = np.float32(1)
+            for i in range(first, end):
+                quotient = np.float32(values[start + places[i]] / scale)
+                rounded = np.float32(np.float32(quotient + ROUNDER) - ROUNDER)
+                payload[levels + i] = np.uint8(np.int32(rounded))
+        position = levels + count
+    return position
+
+
+def union_valid(payload: Bytes, n: int, limit: int, share: int) -> bool:
+    """Whether the payload is the records of ``n`` values and nothing else; none keeps more than ``share`` of each 64
+    values begun; indices rise and lie inside, spare bits are 0, and the values are ``int8`` with scales below ``limit``
+    (bits). Nothing beyond the payload's end is read."""
+    end = np.int64(payload.size)
+    position = np.int64(0)
+    for start in range(0, n, STRETCH):
+        m = np.int64(min(STRETCH, n - start))
+        if end - position < 2:
+            return False
+        count = np.int64(payload[position]) | (np.int64(payload[position + 1]) << 8)
+        position += 2
+        if count > min(m, share * ((m + BLOCK - 1) // BLOCK)):
+            return False
+        if count == 0:
+            continue
+        bits, low = m, np.int64(0)
+        for width in range(1, 13):
+            size = count * (width + 1) + ((m - 1) >> width)
+            if size < bits:
+                bits, low = size, np.int64(width)
+        octets = (bits + 7) // 8
+        blocks = (count + BLOCK - 1) // BLOCK
+        if end - position < octets + 2 * blocks + count:
+            return False
+        if bits % 8 != 0 and payload[position + octets - 1] >> np.uint8(bits % 8) != 0:
+            return False
+        upper = count + ((m - 1) >> low) if low > 0 else m
+        found, last = np.int64(0), np.int64(-1)
+        for at in range(upper):
+            if (payload[position + (at >> 3)] >> np.uint8(at & 7)) & np.uint8(1) == 0:
+                continue
+            if found == count:
+                return False
+            place = np.int64(at)
+            if low > 0:
+                place = (at - found) << low
+                for j in range(low):
+                    bit = upper + found * low + j
+                    place |= ((np.int64(payload[position + (bit >> 3)]) >> (bit & 7)) & 1) << j
+            if place <= last or place >= m:
+                return False
+            last = place
+            found += 1
+        if found != count:
+            return False
+        position += octets
+        for block in range(blocks):
+            word = np.int64(payload[position + 2 * block]) | (np.int64(payload[position + 2 * block + 1]) << 8)
+            if word >= limit:
+                return False
+        position += 2 * blocks
+        for i in range(count):
+            if payload[position + i] == np.uint8(128):
+                return False
+        position += count
+    return bool(position == end)
+
+
+def union_decode(payload: Bytes, out: Floats) -> None:
+    """Zeros, and at the places kept level * scale."""
+    n = out.size
+    position = np.int64(0)
+    out[:] = np.float32(0)
+    for start in range(0, n, STRETCH):
+        m = np.int64(min(STRETCH, n - start))
+        count = np.int64(payload[position]) | (np.int64(payload[position + 1]) << 8)
+        position += 2
+        if count == 0:
+            continue
+        bits, low = m, np.int64(0)
+        for width in range(1, 13):
+            size = count * (width + 1) + ((m - 1) >> width)
+            if size < bits:
+                bits, low = size, np.int64(width)
+        scales = position + (bits + 7) // 8
+        levels = scales + 2 * ((count + BLOCK - 1) // BLOCK)
+        upper = count + ((m - 1) >> low) if low > 0 else m
+        found = np.int64(0)
+        for at in range(upper):
+            if (payload[position + (at >> 3)] >> np.uint8(at & 7)) & np.uint8(1) == 0:
+                continue
+            place = np.int64(at)
+            if low > 0:
+                place = (at - found) << low
+                for j in range(low):
+                    bit = upper + found * low + j
+                    place |= ((np.int64(payload[position + (bit >> 3)]) >> (bit & 7)) & 1) << j
+            pair = scales + 2 * (found // BLOCK)
+            word = np.uint32(payload[pair]) | (np.uint32(payload[pair + 1]) << np.uint32(8))
+            scale = np.uint32(word << np.uint32(16)).view(np.float32)
+            out[start + place] = np.float32(np.float32(np.int8(payload[levels + found])) * scale)
+            found += 1
+        position = levels + count
+
+
 def float16_encode(values: Floats, payload: Bytes, limit: Any) -> bool:
     """False when a magnitude is above ``limit`` (bits); the payload is then partly written."""
     worst = np.uint32(0)

@@ -348,6 +348,105 @@ def sparse_add(payload: Bytes, weight: Any, into: Floats) -> None:
         into[places] += values * weight
 
 
+def _union_index(count: int, m: int) -> tuple[int, int]:
+    """Bits of the index of so many values kept of m, and how many low ones each has apart; 0: a bit for each value."""
+    bits, low = m, 0
+    for width in range(1, 13):
+        size = count * (width + 1) + ((m - 1) >> width)
+        if size < bits:
+            bits, low = size, width
+    return bits, low
+
+
+def union_encode(values: Floats, payload: Bytes, limit: Any) -> int:
+    if largest(values) > limit:
+        return -1
+    n = values.size
+    kept = np.flatnonzero(values.view(np.uint32) & MAGNITUDE)
+    edges = np.searchsorted(kept, np.arange(0, n + STRETCH, STRETCH)).tolist()
+    position = 0
+    for stretch, start in enumerate(range(0, n, STRETCH)):
+        m, places = min(STRETCH, n - start), kept[edges[stretch] : edges[stretch + 1]]
+        count = len(places)
+        payload[position : position + 2] = count & 255, count >> 8
+        position += 2
+        if count == 0:
+            continue
+        bits, low = _union_index(count, m)
+        flags = np.zeros(bits, np.uint8)
+        inside = places - start
+        if low:
+            flags[(inside >> low) + np.arange(count)] = 1
+            flags[bits - count * low :] = ((inside[:, None] >> np.arange(low)) & 1).reshape(-1)
+        else:
+            flags[inside] = 1
+        octets = (bits + 7) // 8
+        payload[position : position + octets] = np.packbits(flags, bitorder="little")
+        position += octets
+        size = 2 * -(-count // BLOCK) + count
+        int8_encode(values[places], payload[position : position + size], limit)
+        position += size
+    return position
+
+
+def _union_places(octets: Bytes, count: int, m: int) -> NDArray[np.int64]:
+    """Where the values kept lie, as the index says; nowhere when it does not name so many, or spare bits are set."""
+    bits, low = _union_index(count, m)
+    flags = np.unpackbits(octets, bitorder="little")
+    places: NDArray[np.int64] = np.flatnonzero(flags[: bits - count * low])
+    if len(places) != count or flags[bits:].any():
+        return places[:0]
+    if low:
+        rest = flags[bits - count * low : bits].reshape(count, low).astype(np.int64)
+        places = ((places - np.arange(count)) << low) | (rest << np.arange(low)).sum(axis=1)
+    return places
+
+
+def union_valid(payload: Bytes, n: int, limit: int, share: int) -> bool:
+    position, end = 0, payload.size
+    for start in range(0, n, STRETCH):
+        m = min(STRETCH, n - start)
+        if end - position < 2:
+            return False
+        count = int(payload[position]) | int(payload[position + 1]) << 8
+        position += 2
+        if count > min(m, share * -(-m // BLOCK)):
+            return False
+        if count == 0:
+            continue
+        octets = (_union_index(count, m)[0] + 7) // 8
+        size = 2 * -(-count // BLOCK) + count
+        if end - position < octets + size:
+            return False
+        places = _union_places(payload[position : position + octets], count, m)
+        if len(places) != count or places[-1] >= m or np.any(places[1:] <= places[:-1]):
+            return False
+        position += octets
+        if not int8_valid(payload[position : position + size], count, limit):
+            return False
+        position += size
+    return position == end
+
+
+def union_decode(payload: Bytes, out: Floats) -> None:
+    position, n = 0, out.size
+    out[:] = 0
+    for start in range(0, n, STRETCH):
+        m = min(STRETCH, n - start)
+        count = int(payload[position]) | int(payload[position + 1]) << 8
+        position += 2
+        if count == 0:
+            continue
+        octets = (_union_index(count, m)[0] + 7) // 8
+        size = 2 * -(-count // BLOCK) + count
+        places = _union_places(payload[position : position + octets], count, m)
+        position += octets
+        kept = np.empty(count, np.float32)
+        int8_decode(payload[position : position + size], kept)
+        out[start + places] = kept
+        position += size
+
+
 def float16_encode(values: Floats, payload: Bytes, limit: Any) -> bool:
     if largest(values) > limit:
         return False

@@ -305,10 +305,14 @@ class Round:
         if self._whole is not None:
             return self._whole
         layout, codec = self._chunks, self.around.replica.codec
-        contribution, average = (
-            sum(kind.encoded_size(layout.size(i)) for i in range(layout.count)) / layout.count
-            for kind in (codec, averages_codec(codec.name))
-        )
+        averages = averages_codec(codec.name)
+        weighed = sum(member.weight > 0 for member in self.seal.members)
+        sizes = [layout.size(i) for i in range(layout.count)]
+        contribution = sum(map(codec.encoded_size, sizes)) / layout.count
+        average = sum(averages.average_size(size, weighed) for size in sizes) / layout.count
+        here = [len(self.held[digest]) for digest in self.chunks if digest is not None]
+        if here and not averages.fixed:
+            average = sum(here) / len(here)
         (sent, received), load = self.carried, 1.0
         if self.around.carried is not None and self._before is not None:
             # What the link carried in this time, of all rounds together.

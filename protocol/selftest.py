@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .codecs import CODECS
+from .codecs import AVERAGES, CODECS
 from .digest import blake3_digest
 from .errors import ResourceError
 from .kernels import probe, results, subnormals_on, table
@@ -32,6 +32,9 @@ KNOWN: dict[str, str] = {
     "kernel sparse_valid": "48fc721fbbc172e0",
     "kernel sparse_decode": "0372536f9466cc86",
     "kernel sparse_add": "303fa33d05c6fe5a",
+    "kernel union_encode": "2048f4d30ecd74b4",
+    "kernel union_valid": "48fc721fbbc172e0",
+    "kernel union_decode": "dc1c1708e561e009",
     "kernel float16_encode": "ea09aecdd47792c5",
     "kernel float16_valid": "48fc721fbbc172e0",
     "kernel float16_decode": "9e001c8815162492",
@@ -50,6 +53,7 @@ KNOWN: dict[str, str] = {
     "codec int4": "57fc5947e72750fd",
     "codec sparse": "7cbcb6550f05425f",
     "codec lowrank": "57fc5947e72750fd",
+    "codec union": "bb7cc92c3fef0775",
 }
 """The first 8 bytes of each digest, in hex."""
 
@@ -81,7 +85,7 @@ def answers() -> dict[str, bytes]:
     found["state after three outer steps"] = state.digest()
 
     values = probe(1000, 9)
-    for name, codec in CODECS.items():
+    for name, codec in {**CODECS, **AVERAGES}.items():
         payload = codec.encode(values)
         out = np.zeros(values.size, np.float32)
         codec.accumulate(payload, 3.0, out)

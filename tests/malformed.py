@@ -75,6 +75,22 @@ def spare_bit(payload: bytearray, n: int) -> None:
     payload[-1] |= 0x80
 
 
+def records(text: str) -> Spoil:
+    """An average of sparse contributions, as hex: a count, indices, a scale, levels."""
+
+    def spoil(payload: bytearray, n: int) -> None:
+        assert 96 < n <= 128
+        payload[:] = bytes.fromhex(text)
+
+    return spoil
+
+
+def pair(first: int, second: int, spare: int = 0) -> str:
+    """The first places of that, two of 97 to 128: of each the upper 2 bits by the place of a one, then the lower 5."""
+    code = 1 << (first >> 5) | 2 << (second >> 5) | (first & 31) << 5 | (second & 31) << 10 | spare << 15
+    return "0200" + code.to_bytes(2, "little").hex()
+
+
 BLOCKS = {
     "a scale that is NaN": word(0x7FC0),
     "an infinite scale": word(0x7F80),
@@ -94,6 +110,20 @@ MALFORMED: dict[str, dict[str, Spoil]] = {
         "an index twice": indices(7, 7), "an index out of range": indices(7, 4095), "spare bits": spare_bit,
     },
     "lowrank": BLOCKS,
+    "union": {
+        "indices out of order": records(pair(7, 3) + "803f" + "0102"),
+        "an index twice": records(pair(7, 7) + "803f" + "0102"),
+        "spare bits": records(pair(3, 7, 1) + "803f" + "0102"),
+        "one place for two": records("0200" + "0100" + "803f" + "0102"),
+        "more than it has kept": records("0300" + "0000" + "803f" + "01"),
+        "a count beyond the end": records("ffff"),
+        "a record cut off": records(pair(3, 7) + "803f" + "01"),
+        "bytes behind": records("0100" + "01" + "803f" + "01" + "00"),
+        "a scale that is NaN": records(pair(3, 7) + "c07f" + "0102"),
+        "a negative scale": records(pair(3, 7) + "0180" + "0102"),
+        "1e30": records(pair(3, 7) + struct.pack("<H", upper(HUGE / 127, 16)).hex() + "7f7f"),
+        "a level of -128": records(pair(3, 7) + "803f" + "0180"),
+    },
 }  # fmt: skip
 NORMS = {
     "NaN": (math.nan, "a norm of nan"),

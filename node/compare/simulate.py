@@ -372,9 +372,18 @@ class Simulation:
         flight = self.rounds[fragment] = _Round(self.numbers[fragment], now + self.tau, entered)
         if self.lowrank is None:
             sent = sum(len(payload) for payload in entered[members[0]].payloads)
-            received = sum(self.averages.encoded_size(self._travelling(chunk)) for chunk in chunks)
+            received = sum(self._average_size(index, chunk, entered) for index, chunk in enumerate(chunks))
             self._account(now, len(members), sent + received)
         return flight
+
+    def _average_size(self, index: int, chunk: slice, entered: dict[int, _Frozen]) -> int:
+        """Bytes of the average of a chunk, of all that have entered."""
+        if self.averages.fixed:
+            return self.averages.encoded_size(self._travelling(chunk))
+        kept = np.zeros(chunk.stop - chunk.start, np.float32)
+        for frozen in entered.values():
+            np.maximum(kept, np.abs(frozen.sent[index]), out=kept)
+        return len(self.averages.encode(kept))
 
     def _account(self, now: int, members: int, size: int) -> None:
         """A reduction in which every member sends 1/n of ``size`` bytes to each other one."""

@@ -349,6 +349,8 @@ class Job:
         for section, name in (("codec", "rank"), ("codec", "window"), ("codec", "kept"), ("round", "least_steps")):
             if not manifest[section][name]:
                 del manifest[section][name]
+        if manifest["codec"]["version"] == 1:
+            del manifest["codec"]["version"]
         if manifest["outer"]["period"] == 1:
             del manifest["outer"]["period"]
         if manifest["round"]["stale"] == "keep":

@@ -13,10 +13,15 @@ from .int4 import Int4
 from .int8 import Int8
 from .lowrank import LowRank
 from .sparse import Sparse
+from .union import Union
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), Float16(), Int8(), Int4(), Sparse(), LowRank())}
+"""Those that a manifest names: of contributions, and of averages where they have no other."""
+AVERAGES: dict[str, Codec] = {codec.name: codec for codec in (Union(),)}
+"""Those of averages alone."""
 
 __all__ = [
+    "AVERAGES",
     "CODECS",
     "MAX_MAGNITUDE",
     "MAX_WEIGHT",
@@ -27,6 +32,7 @@ __all__ = [
     "Int8",
     "LowRank",
     "Sparse",
+    "Union",
     "averages_codec",
     "get_codec",
 ]
@@ -48,4 +54,4 @@ def averages_codec(name: str) -> Codec:
     :func:`get_codec` does.
     """
     codec = get_codec(name)
-    return get_codec(codec.averages or codec.name)
+    return AVERAGES[codec.averages] if codec.averages else codec

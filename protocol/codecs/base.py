@@ -33,15 +33,22 @@ class Codec(ABC):
     name: ClassVar[str]
     """As in the manifest."""
     version: ClassVar[int] = 1
-    """Version of the wire format; a changed format gets a new name or a new protocol version."""
+    """Version of the wire format of contributions and averages. A manifest names it (``codec.version``), so that peers
+    of which one does not know the format never meet in a run."""
     lossless: ClassVar[bool]
     """Whether decoding gives back exactly what was encoded."""
+    fixed: ClassVar[bool] = True
+    """Whether the length of a payload follows from the number of values."""
     averages: ClassVar[str] = ""
     """Name of the codec in which averages of such contributions travel; empty: this one."""
 
     @abstractmethod
     def encoded_size(self, n: int) -> int:
-        """Bytes of a payload of ``n`` values."""
+        """Bytes of a payload of ``n`` values; the most, where that depends on them."""
+
+    def average_size(self, n: int, contributions: int) -> int:
+        """The most that an average of so many contributions takes, of ``n`` values each."""
+        return self.encoded_size(n)
 
     def error(self, largest: float) -> float:
         """The most that a decoded value can be off, where no value of the chunk exceeds that magnitude: all of it, if
@@ -49,7 +56,8 @@ class Codec(ABC):
         return 0.0 if self.lossless else largest
 
     def encode(self, values: Floats, out: bytearray | memoryview | None = None) -> bytearray | memoryview:
-        """Encode. Returns a new bytearray, or the written beginning of ``out``.
+        """Encode. Returns a new bytearray, or the written beginning of ``out``, which has room for
+        :meth:`encoded_size`.
 
         Raises :class:`NonFinite` when a value is NaN, infinite or above ``MAX_MAGNITUDE`` (``out`` then holds
         rubbish), :class:`ValueError` when ``out`` is too small.
@@ -65,16 +73,20 @@ class Codec(ABC):
                 raise ValueError(f"{self.name} of {values.size} values takes {size} bytes, out has {view.nbytes}")
             result = view[:size]
         subnormals_on()
-        if not self._encode(frozen(values), np.frombuffer(result, np.uint8)):
+        written = self._write(frozen(values), np.frombuffer(result, np.uint8))
+        if written < 0:
             raise NonFinite(
                 f"cannot send {values.size} values as {self.name}: at least one is NaN, infinite or above "
                 f"{MAX_MAGNITUDE:.3g}; the training has probably diverged (lower the learning rates)"
             )
-        return result
+        if written < size and isinstance(result, bytearray):
+            del result[written:]
+        return result if isinstance(result, bytearray) else result[:written]
 
-    def validate(self, payload: BytesLike, n: int) -> None:
-        """Raises :class:`PeerMisbehaved` unless ``payload`` is a valid encoding of ``n`` values."""
-        self._validated(payload, n)
+    def validate(self, payload: BytesLike, n: int, contributions: int | None = None) -> None:
+        """Raises :class:`PeerMisbehaved` unless ``payload`` is a valid encoding of ``n`` values: of an average of so
+        many contributions, where that is said."""
+        self._validated(payload, n, contributions)
 
     def decode(self, payload: BytesLike, n: int, out: Floats) -> None:
         """Decode ``n`` values into ``out``.
@@ -100,7 +112,7 @@ class Codec(ABC):
         subnormals_on()
         self._add(data, np.float32(weight), into)
 
-    def _validated(self, payload: BytesLike, n: int) -> Bytes:
+    def _validated(self, payload: BytesLike, n: int, contributions: int | None = None) -> Bytes:
         data = np.frombuffer(payload, np.uint8)
         size = self.encoded_size(n)
         if data.size != size:
@@ -111,6 +123,10 @@ class Codec(ABC):
         return data
 
     _invalid: ClassVar[str] = "values that are NaN, infinite or too large"
+
+    def _write(self, values: Floats, payload: Bytes) -> int:
+        """Bytes written to the beginning of a payload of :meth:`encoded_size`; negative when a value is refused."""
+        return payload.size if self._encode(values, payload) else -1
 
     @abstractmethod
     def _encode(self, values: Floats, payload: Bytes) -> bool:

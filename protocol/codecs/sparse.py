@@ -1,7 +1,7 @@
 """``sparse``: of every 4096 values the 64 largest, as signs and two magnitudes (SparseLoCo, arXiv:2508.15706).
 
 What is not sent must come back as residual: this codec is of no use without error feedback. The mean of sparse
-contributions is not sparse, so averages travel in another codec (:attr:`~.base.Codec.averages`).
+contributions keeps what any of them does, so averages travel in another codec (:attr:`~.base.Codec.averages`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ class Sparse(Codec):
     """
 
     name = "sparse"
+    version = 2
+    """1: averages in ``int8``."""
     lossless = False
-    averages = "int8"
+    averages = "union"
     _invalid = "indices out of order, twice or out of range, a magnitude that is too large, or spare bits that are set"
 
     def encoded_size(self, n: int) -> int:

@@ -14,13 +14,15 @@ from hypothesis.extra import numpy as nps
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from atoll.protocol import kernels
-from atoll.protocol.codecs import CODECS, MAX_MAGNITUDE, MAX_WEIGHT, Codec, averages_codec, get_codec
+from atoll.protocol import kernels, kernels_numba
+from atoll.protocol.codecs import AVERAGES, CODECS, MAX_MAGNITUDE, MAX_WEIGHT, Codec, averages_codec
+from atoll.protocol.codecs import get_codec as named
 from atoll.protocol.errors import ConfigError, NonFinite, PeerMisbehaved
 from atoll.protocol.manifest import CodecSection
 
 Floats = NDArray[np.float32]
-NAMES = list(CODECS)
+ALL = {**CODECS, **AVERAGES}
+NAMES = list(ALL)
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 1000, 4096, 4097, 3 * 4096 + 130)
 
 
@@ -38,6 +40,11 @@ def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(params=NAMES)
 def codec(request: pytest.FixtureRequest) -> Codec:
     return get_codec(request.param)
+
+
+def get_codec(name: str) -> Codec:
+    """Those of averages as well."""
+    return ALL[name]
 
 
 def single(value: float) -> float:
@@ -100,6 +107,8 @@ def check_error(codec: Codec, values: Floats, back: Floats) -> None:
         assert (np.sign(got) == np.sign(exact))[~inside].all()
     elif codec.name == "sparse":
         check_sparse_error(exact, got)
+    elif codec.name == "union":
+        check_union_error(exact, got)
     else:
         # half of the widest gap between levels
         widest = {"int8": 0.5, "int4": 19.5, "lowrank": 19.5}[codec.name]
@@ -125,6 +134,18 @@ def check_sparse_error(exact: NDArray[np.float64], got: NDArray[np.float64]) -> 
         assert np.sum((x - y) ** 2) <= np.sum(x**2)
 
 
+def check_union_error(exact: NDArray[np.float64], got: NDArray[np.float64]) -> None:
+    """What is zero stays so; the rest is rounded as by ``int8``, in blocks of its own."""
+    assert not got[exact == 0].any()
+    for start in range(0, exact.size, 4096):
+        x, y = exact[start : start + 4096], got[start : start + 4096]
+        x, y = x[x != 0], y[x != 0]
+        for first in range(0, x.size, 64):
+            block = x[first : first + 64]
+            bound = (np.abs(block).max() / 127 * (1 + 2.0**-7) + 2.0**-133) / 2
+            assert np.abs(block - y[first : first + 64]).max() <= bound * (1 + 1e-6)
+
+
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("name", SPECIAL)
 def test_round_trip_of_special_vectors(codec: Codec, name: str) -> None:
@@ -132,7 +153,9 @@ def test_round_trip_of_special_vectors(codec: Codec, name: str) -> None:
     before = values.tobytes()
     payload = codec.encode(values)
     assert values.tobytes() == before
-    assert len(payload) == codec.encoded_size(values.size)
+    if codec.fixed:
+        assert len(payload) == codec.encoded_size(values.size)
+    assert len(payload) <= codec.encoded_size(values.size)
     check_error(codec, values, decoded(codec, payload, values.size))
 
 
@@ -178,7 +201,7 @@ def test_any_vector(name: str, values: Floats, weight: float) -> None:
 @settings(max_examples=60, deadline=None)
 def test_any_stretches(n: int, seed: int, kind: str) -> None:
     """Long vectors, which the generator of vectors above does not make."""
-    for name in ("sparse", "int4", "int8"):
+    for name in ("sparse", "int4", "int8", "union"):
         compare(get_codec(name), long_vector(kind, n, seed), 2.5)
 
 
@@ -197,9 +220,12 @@ def long_vector(kind: str, n: int, seed: int) -> Floats:
 
 @given(values=vectors, data=st.data())
 @settings(max_examples=80, deadline=None)
-def test_any_damage_to_a_sparse_payload_is_read_or_refused_alike(values: Floats, data: st.DataObject) -> None:
+@pytest.mark.parametrize("name", ["sparse", "union"])
+def test_any_damage_to_a_sparse_payload_is_read_or_refused_alike(
+    name: str, values: Floats, data: st.DataObject
+) -> None:
     """Random bytes are hardly ever valid indices; a payload with one damaged byte often is."""
-    codec = get_codec("sparse")
+    codec = get_codec(name)
     payload = bytearray(codec.encode(values))
     payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     found: list[bytes | None] = []
@@ -222,7 +248,8 @@ def test_any_damage_to_a_sparse_payload_is_read_or_refused_alike(values: Floats,
 @settings(max_examples=80, deadline=None)
 def test_any_bytes_are_read_or_refused_alike(name: str, data: st.DataObject, n: int) -> None:
     codec = get_codec(name)
-    payload = data.draw(st.binary(min_size=codec.encoded_size(n), max_size=codec.encoded_size(n)))
+    most = codec.encoded_size(n)
+    payload = data.draw(st.binary(min_size=most if codec.fixed else 0, max_size=most))
     found: list[bytes | None] = []
     for implementation in (kernels.NUMPY, compiled()):
         with kernels.using(implementation):
@@ -367,8 +394,134 @@ def test_errors_are_those_of_the_documents(distribution: str) -> None:
         assert relative == pytest.approx(expected[distribution == "t3"], rel=0.1)
 
 
+def union_by_the_book(values: Floats) -> bytes:
+    """The specification, read aloud."""
+    found = bytearray()
+    for start in range(0, values.size, 4096):
+        x = values[start : start + 4096]
+        m, kept = len(x), [i for i in range(len(x)) if x[i] != 0]
+        c = len(kept)
+        found += struct.pack("<H", c)
+        if not c:
+            continue
+        size, b = min((c * b + c + (m - 1) // 2**b, b) for b in range(1, 13))
+        if size < m:
+            code = sum(1 << i // 2**b + place for place, i in enumerate(kept))
+            code |= sum((i % 2**b) << b * place for place, i in enumerate(kept)) << c + (m - 1) // 2**b
+        else:
+            size, code = m, sum(1 << i for i in kept)
+        found += code.to_bytes(-(-size // 8), "little") + get_codec("int8").encode(x[kept])
+    return bytes(found)
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("name", SPECIAL)
+def test_union_by_the_book(name: str) -> None:
+    values = SPECIAL[name]
+    for every in (1, 2, 3, 16, 64, 1000):
+        some = np.where(np.arange(values.size) % every == every // 2, values, np.float32(0))
+        payload = bytes(get_codec("union").encode(some))
+        assert payload == union_by_the_book(some)
+        check_error(get_codec("union"), some, decoded(get_codec("union"), payload, some.size))
+
+
+def averaged(rng: np.random.Generator, n: int, contributions: int) -> Floats:
+    """The mean of so many sparse contributions."""
+    sparse, total = get_codec("sparse"), np.zeros(n, np.float32)
+    for _ in range(contributions):
+        sparse.accumulate(sparse.encode(rng.standard_normal(n).astype(np.float32)), 1.0, total)
+    total /= np.float32(contributions)
+    return total
+
+
+@given(
+    n=st.one_of(st.integers(1, 300), st.integers(4000, 4300), st.integers(1, 20000)),
+    contributions=st.integers(1, 12),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=60, deadline=None)
+def test_averages_of_sparse_contributions_have_a_size_that_is_known_beforehand(
+    n: int, contributions: int, seed: int
+) -> None:
+    codec, values = averages_codec("sparse"), averaged(np.random.default_rng(seed), n, contributions)
+    payload = codec.encode(values)
+    assert bytes(payload) == union_by_the_book(values)
+    assert len(payload) <= codec.average_size(n, contributions) <= codec.encoded_size(n)
+    codec.validate(payload, n, contributions)
+    compare(codec, values, 2.5)
+    check_error(codec, values, decoded(codec, payload, n))
+    # D is computed as if a contribution took as long as an average
+    assert get_codec("sparse").encoded_size(n) <= codec.average_size(n, 1)
+
+
+def test_averages_of_sparse_contributions_are_small() -> None:
+    """The figures of docs/wire/codecs.md."""
+    codec = averages_codec("sparse")
+    assert [codec.average_size(4096, count) for count in (1, 2, 4, 8)] == [132, 246, 458, 850]
+    assert codec.average_size(4096, 64) == codec.average_size(4096, 256) == codec.encoded_size(4096) == 4738
+    sizes = [codec.average_size(n, count) for count in (0, 1, 5, 64) for n in range(1, 9000)]
+    assert all(size > 0 for size in sizes)
+    for count in (1, 2, 5, 30, 64):
+        grows = [codec.average_size(n, count) for n in range(1, 9000)]
+        assert grows == sorted(grows)
+    for n in (1, 63, 64, 65, 100, 1000, 4096, 5000):
+        grows = [codec.average_size(n, count) for count in range(1, 70)]
+        assert grows == sorted(grows)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_an_average_holds_no_more_than_its_contributors_can_have_brought() -> None:
+    codec, values = averages_codec("sparse"), np.zeros(4096, np.float32)
+    values[:128] = 1
+    payload = codec.encode(values)
+    for count in (2, 3, 256):
+        codec.validate(payload, 4096, count)
+    with pytest.raises(PeerMisbehaved):
+        codec.validate(payload, 4096, 1)
+    # beside a stretch that keeps less than it may, so that the length alone does not tell
+    both = codec.encode(np.concatenate([values, np.zeros(4096, np.float32)]))
+    assert len(both) <= codec.average_size(8192, 1)
+    with pytest.raises(PeerMisbehaved):
+        codec.validate(both, 8192, 1)
+
+
+@given(
+    n=st.one_of(st.integers(1, 200), st.integers(4090, 4200)),
+    share=st.integers(1, 64),
+    data=st.data(),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_bytes_make_the_reader_of_averages_look_beyond_their_end(n: int, share: int, data: st.DataObject) -> None:
+    """The compiled loops check no bounds. Here they run as Python, where every index is checked."""
+    codec = averages_codec("sparse")
+    if data.draw(st.booleans()):
+        payload = bytearray(data.draw(st.binary(max_size=300)))
+    else:
+        seed, density = data.draw(st.integers(0, 2**32)), data.draw(st.sampled_from([0.003, 0.02, 0.1, 0.6, 1.0]))
+        rng = np.random.default_rng(seed)
+        values = (rng.standard_normal(n) * (rng.random(n) < density)).astype(np.float32)
+        payload = bytearray(codec.encode(values))
+        for _ in range(data.draw(st.integers(0, 3))):
+            # mostly counts and indices, which come first
+            at = data.draw(st.one_of(st.integers(0, min(len(payload), 12) - 1), st.integers(0, len(payload) - 1)))
+            payload[at] = data.draw(st.integers(0, 255))
+        payload = payload[: data.draw(st.integers(0, len(payload)))] if data.draw(st.booleans()) else payload
+        payload += data.draw(st.binary(max_size=3))
+    octets = kernels.frozen(np.frombuffer(bytes(payload), np.uint8))
+    good = kernels_numba.union_valid(octets, n, 0x5C80, share)
+    assert kernels.NUMPY.union_valid(octets, n, 0x5C80, share) == good
+    assert compiled().union_valid(octets, n, 0x5C80, share) == good
+    if good:
+        found = [np.full(n, np.nan, np.float32) for _ in range(3)]
+        kernels_numba.union_decode(octets, found[0])
+        kernels.NUMPY.union_decode(octets, found[1])
+        compiled().union_decode(octets, found[2])
+        assert found[0].tobytes() == found[1].tobytes() == found[2].tobytes()
+        assert np.isfinite(found[0]).all()
+
+
 def test_averages_of_sparse_contributions_travel_in_a_codec_that_keeps_them() -> None:
-    assert averages_codec("sparse").name == "int8"
+    assert averages_codec("sparse").name == "union"
     for name in ("float32", "float16", "int8", "int4"):
         assert averages_codec(name).name == name
     with pytest.raises(ConfigError, match="sparse"):
@@ -376,11 +529,12 @@ def test_averages_of_sparse_contributions_travel_in_a_codec_that_keeps_them() ->
 
 
 def test_a_manifest_takes_these_codecs_and_refuses_sparse_without_error_feedback() -> None:
-    for name in NAMES:
+    for name, codec in CODECS.items():
         rank = 1 if name == "lowrank" else 0
-        assert CodecSection(name=name, rank=rank, error_feedback=1.0).name == name  # type: ignore[arg-type]
+        section = CodecSection(name=name, version=codec.version, rank=rank, error_feedback=1.0)  # type: ignore[arg-type]
+        assert section.name == name
     with pytest.raises(ValidationError, match="error_feedback = 0"):
-        CodecSection(name="sparse", error_feedback=0.0)
+        CodecSection(name="sparse", version=2, error_feedback=0.0)
 
 
 @pytest.mark.usefixtures("_kernels")
@@ -403,6 +557,10 @@ def test_vectors_of_the_specification() -> None:
     assert encoded("sparse", 1, *[0.25] * 63, 8, *[0.25] * 64, -1) == "0282" + "0000048100" + "24"
     assert encoded("sparse", *[1] * 128) == "0f7f" + "001000" + "05"
     assert encoded("sparse", 0) == "0000" + "0000" + "00"
+    assert encoded("union", 0, 127, 0, 0, -2.5, 0.5, 0, 0) == "0300" + "32" + "803f" + "7ffe00"
+    assert encoded("union", *[0] * 5, 1, *[0] * 93, -0.5) == "0200" + "b10c" + "023c" + "7ec1"
+    assert encoded("union", 0, -0.0, 0) == "0000"
+    assert encoded("union", *[0] * 4096, 1e-45) == "0000" + "0100" + "01" + "0000" + "00"
     tiny = 2.0**-24
     found = encoded("float16", 65504, 65520, 1e9, -7e4, tiny, tiny / 2, 3 * tiny / 2, -1e-9, 1e-6, 3e-6)
     assert found == "ff7bff7bff7bfffb010000000200008011003200"
@@ -478,6 +636,32 @@ def poison() -> list[tuple[str, bytes]]:
     for large in ("10bf", "00c0", "00ff", "ffff"):
         found.append(("sparse", bytes.fromhex(large + "001000" + codes)))
     found.append(("sparse", bytes.fromhex(word + "001000" + "15")))
+    # 65 values of which 33 are kept: the count, a bit for each value, a scale, levels
+    flags = "ff" * 4 + "00" * 4 + "01"
+    full = "2100" + flags + "803f" + "01" * 33
+    get_codec("union").validate(bytes.fromhex(full), 65)
+    for wrong in (
+        "4200" + full[4:], "2000" + full[4:], "2200" + full[4:], "ffff" + full[4:],  # another count
+        full.replace(flags, "ff" * 4 + "00" * 4 + "02"), full.replace(flags, "ff" * 4 + "00" * 4 + "03"),  # spare bits
+        full.replace(flags, "ff" * 4 + "00" * 5), full.replace(flags, "ff" * 4 + "01" * 5),  # one less, four more
+        full.replace("803f", "805c"), full.replace("803f", "c07f"), full.replace("803f", "80ff"),
+        full.replace("803f", "0080"), full[:-2] + "80", full + "00", full[:-2], full[:4], "00", "",
+    ):  # fmt: skip
+        found.append(("union", bytes.fromhex(wrong)))
+
+    # two of 65: four low bits of each apart, behind six with the high ones
+    def two(code: int) -> bytes:
+        return b"\x02\0" + code.to_bytes(2, "little") + bytes.fromhex("803f" + "0102")
+
+    get_codec("union").validate(two(0b100001 | 5 << 6 | 0 << 10), 65)  # 5 and 64
+    get_codec("union").validate(two(0b000011 | 5 << 6 | 6 << 10), 65)
+    for high, first, second in (
+        (0b000011, 5, 5), (0b000011, 5, 4), (0b100001, 5, 1),  # twice, falling, 65
+        (0b000001, 0, 1), (0b000111, 0, 1), (0b100011, 0, 1), (0, 0, 1),  # one, three, none
+    ):  # fmt: skip
+        found.append(("union", two(high | first << 6 | second << 10)))
+    for spare in (14, 15):
+        found.append(("union", two(0b100001 | 5 << 6 | 1 << spare)))
     return found
 
 
@@ -516,10 +700,12 @@ def test_payloads_may_begin_anywhere(codec: Codec, offset: int) -> None:
     buffer = bytearray(b"\xaa" * (size + 8))
     written = codec.encode(values, memoryview(buffer)[offset:])
     assert isinstance(written, memoryview)
-    assert written.nbytes == size
     payload = bytes(codec.encode(values))
+    if codec.fixed:
+        assert written.nbytes == size
+    size = len(payload)
     assert bytes(written) == payload
-    assert bytes(buffer) == b"\xaa" * offset + payload + b"\xaa" * (8 - offset)
+    assert bytes(buffer) == b"\xaa" * offset + payload + b"\xaa" * (len(buffer) - offset - size)
     back = decoded(codec, memoryview(buffer)[offset : offset + size], 1000)
     assert back.tobytes() == decoded(codec, payload, 1000).tobytes()
     sums = [np.ones(1000, np.float32) for _ in range(2)]
@@ -564,7 +750,8 @@ def test_wrong_arrays_are_refused(codec: Codec) -> None:
 
 
 def test_unknown_codecs_are_named() -> None:
-    with pytest.raises(ConfigError, match="int8"):
-        get_codec("int9")
+    for name in ("int9", "union"):
+        with pytest.raises(ConfigError, match="int8"):
+            named(name)
     assert {codec.lossless for codec in CODECS.values() if codec.name == "float32"} == {True}
-    assert all(codec.version == 1 for codec in CODECS.values())
+    assert {name: codec.version for name, codec in ALL.items() if codec.version > 1} == {"sparse": 2}

@@ -30,7 +30,10 @@ SIZE, CHUNK, PEERS = 700, 256, 3
 LOSSY = ["float16", "int8", "int4", "sparse", "lowrank"]
 SHAPES = {"layers": [[240], [20, 220], [220]], "columns": [15, 20, 10, 10]}
 """Of a model that is three chunks too where matrices travel as factors."""
-MEAN_ERROR = {"float32": 2**-20, "float16": 2**-10, "int8": 0.51 / 127, "int4": 19.8 / 127, "lowrank": 19.8 / 127}
+MEAN_ERROR = {
+    "float32": 2**-20, "float16": 2**-10, "int8": 0.51 / 127, "int4": 19.8 / 127, "lowrank": 19.8 / 127,
+    "union": 0.51 / 127,
+}  # fmt: skip
 """How far a decoded average may be from what was averaged, as a share of the largest magnitude near it."""
 
 
