@@ -14,7 +14,8 @@ that is ended when compiling takes too long. bitsandbytes is measured where it i
 
 ``--device cuda`` measures instead what a trainer does on a GPU (``atoll.node.codecs_torch``): encoding and decoding
 there, encoding with the copy of the payload to the host, and beside it the copy of the float32 values that this
-replaces, and the closest kernels of bitsandbytes.
+replaces, and the closest kernels of bitsandbytes. Then what a round costs a trainer that encodes: its contribution,
+from parameters to bytes in the memory that it shares with its node, and a commit out of it; page-locked, and not.
 """
 
 from __future__ import annotations
@@ -311,6 +312,57 @@ def bitsandbytes_cuda_rows(row: Callable[..., Row]) -> Iterator[Row]:
     )  # fmt: skip
 
 
+def round_rows(names: list[str], elements: int, seconds: float, device: str) -> Iterator[Row]:
+    """What a round costs a trainer that encodes on its device: x out of g, θ and e, encoded, in the memory that is
+    shared with the node; and the commit's g out of that memory, with θ and e brought up to it. GB/s of float32."""
+    import torch
+
+    from atoll.node import codecs_torch, pinned
+    from atoll.node.device_replica import DeviceReplica
+    from atoll.node.sharedmem import SharedMemory
+    from atoll.protocol.overlap import Overlap
+
+    place, layout = torch.device(device), ChunkLayout(elements, CHUNK)
+    everything = range(layout.count)
+    for name in [name for name in names if name in codecs_torch.SUPPORTED]:
+        decay = None if CODECS[name].lossless else 1.0
+        size = sum(CODECS[name].encoded_size(layout.size(i)) for i in everything)
+        for lock in (False, True) if place.type == "cuda" else (False,):
+            memory = SharedMemory.create(elements, encoded=size)
+            memory.reserve(encodes=True)
+            gaussian(memory.array)
+            new, out = torch.from_numpy(memory.array), torch.from_numpy(memory.encoded)
+            flat = new.to(place, copy=True)
+            replica = DeviceReplica(flat, layout, name, decay, DeviceReplica.allocate(elements, place, decay))
+            shared: list[Any] = [memory.array, memory.encoded]
+            why = pinned.lock(shared, place) if lock else ""
+            out_best, in_best, number, end = float("inf"), float("inf"), 0, time.perf_counter() + 2 * seconds
+            replica.reset()
+            while number < 3 or time.perf_counter() < end:
+                number += 1
+                flat.add_(1e-3)
+                replica.freeze(number)
+                start = time.perf_counter()
+                sound, _ = replica.encode(number, 0, out)
+                encoded = time.perf_counter()
+                known = replica.commit(
+                    0, everything, [], new, source=number, rule=Overlap(), lost=False, dropped=False, head="00"
+                )
+                assert (sound, known) == (True, True)
+                if number > 1:
+                    out_best = min(out_best, encoded - start)
+                    in_best = min(in_best, time.perf_counter() - encoded)
+            if lock:
+                pinned.unlock(shared, place)
+            del new, out, shared
+            memory.close()
+            yield {
+                "codec": name, "implementation": "a round", "elements": elements,
+                "shared memory": why or ("page-locked" if lock else "pageable"),
+                "round out": 4e-9 * elements / out_best, "commit": 4e-9 * elements / in_best,
+            }  # fmt: skip
+
+
 def noted(implementation: str, rows: Callable[[], Iterable[Row]]) -> Iterator[Row]:
     """The rows of an implementation, and one that says why where they end early: the others are still measured."""
     try:
@@ -345,6 +397,12 @@ def on_cuda(options: argparse.Namespace) -> int:
     columns += [("ratio", "smaller", ".1f"), ("error normal", "error normal", ".4f")]
     columns += [("specified bytes", "bytes as specified", ""), ("note", "", "")]
     print(table(rows, columns), flush=True)
+    rounds: list[Row] = []
+    for row in noted("a round", lambda: round_rows(options.codecs, options.elements, options.seconds, "cuda")):
+        rounds.append({"device": name} | row | stamp())
+        write_rows(options.json, rows + rounds)
+    columns = [("codec", "GB/s of float32", ""), ("shared memory", "", ""), ("round out", "contribution", ".1f")]
+    print("", table(rounds, [*columns, ("commit", "commit", ".1f"), ("note", "", "")]), sep="\n", flush=True)
     return 0
 
 

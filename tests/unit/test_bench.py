@@ -35,6 +35,13 @@ def test_an_implementation_that_fails_leaves_its_rows_and_a_note() -> None:
         assert (note["implementation"], note["note"]) == ("bitsandbytes", said)
 
 
+def test_a_round_of_a_trainer_that_encodes_is_measured_with_every_codec_that_it_has() -> None:
+    rows = list(codecs.round_rows(["int8", "sparse", "lowrank", "float32"], 2 * codecs.CHUNK, 0.0, "cpu"))
+    assert [row["codec"] for row in rows] == ["int8", "sparse", "float32"]
+    assert all(row["round out"] > 0 and row["commit"] > 0 for row in rows)
+    assert {row["shared memory"] for row in rows} == {"pageable"}
+
+
 @pytest.mark.parametrize(("encoded", "most"), [((100, 100), 150), ((4, 100), 0.75 * 4 + 0.75 * 100)])
 def test_the_ideal_time_counts_averages_in_the_codec_they_travel_in(encoded: tuple[int, int], most: float) -> None:
     answers = [{"began": 0.0, "whole": 1.0, "committed": 1.0, "cpu": 0, "daemon_cpu": 0,
