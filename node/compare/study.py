@@ -53,6 +53,7 @@ DERIVED = (
     ("round", "weight_cap"),
     ("round", "first_lease"),
     ("round", "max_lease"),
+    ("codec", "version"),
     ("state", "parameters"),
     ("state", "chunk"),
     ("state", "layers"),

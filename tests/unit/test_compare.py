@@ -244,6 +244,8 @@ def test_what_was_set_by_hand_stays(manifest: Manifest) -> None:
     by_hand = manifest.replace(round={"weight_cap": 12345})
     assert changed(by_hand, {"round": {"inner_steps": 20}}).round.weight_cap == 12345
     assert changed(manifest, {"round": {"inner_steps": 20}}).round.weight_cap == 2 * manifest.round.weight_cap
+    sparse = changed(manifest, {"codec": {"name": "sparse"}})
+    assert (sparse.codec.version, changed(sparse, {"codec": {"name": "int4"}}).codec.version) == (2, 1)
 
 
 def test_seeds_change_the_start_and_the_text(manifest: Manifest) -> None:
