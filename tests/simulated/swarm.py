@@ -43,12 +43,13 @@ CODEC_ERRORS = {"float32": 0.0, "float16": 0.002, "int8": 0.02, "int4": 0.35, "s
 VOTE = b"atoll vote 1\0"
 
 
-def start_params(parameters: int = PARAMETERS) -> np.ndarray:
-    return np.linspace(-1, 1, parameters, dtype=np.float32)
+def start_params(parameters: int | None = None) -> np.ndarray:
+    return np.linspace(-1, 1, PARAMETERS if parameters is None else parameters, dtype=np.float32)
 
 
-def manifest(*, parameters: int = PARAMETERS, **changes: Any) -> Manifest:
+def manifest(*, parameters: int | None = None, **changes: Any) -> Manifest:
     """A small run: H = 20 steps of 4 units, T = 2 s, a checkpoint every 5 commits."""
+    parameters = PARAMETERS if parameters is None else parameters
     sections: dict[str, dict[str, Any]] = {
         "round": {
             "inner_steps": 20, "quorum": 2, "max_group": 16, "silence": 2.0, "grace": 0.25, "weight_cap": 10_000,

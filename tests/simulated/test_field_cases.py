@@ -82,6 +82,25 @@ def test_a_joiner_takes_part_though_the_state_takes_ten_rounds_to_come(monkeypat
     assert joined[0] - began <= 60
 
 
+def test_who_fetches_the_state_holds_up_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state is six times what a peer sends in a round, and the links of the three that have it are full for most of
+    a round: no round takes more than a fifth longer by that."""
+    monkeypatch.setattr(small, "PARAMETERS", 1_000_000)
+    monkeypatch.setattr(small, "CHUNK", 32_768)
+    swarm = Swarm(manifest(budget={"rounds": 10**6}), bandwidth=1_250_000)
+    for name in ("p0", "p1", "p2"):
+        swarm.add(name)
+    swarm.network.loop.kernel_at(70.7, lambda: swarm.add("guest", trains=False, download=1e9))
+    run(swarm, 120.0)
+    rounds = [(at, fields["seconds"]) for at, name, fields in swarm.named("commit") if name == "p0"]
+    came = [at for at, name, _ in swarm.named("resync") if name == "guest"]
+    assert came, "it does get it"
+    alone, beside = (max(s for at, s in rounds if a < at < b) for a, b in ((40, 70.7), (70.7, came[0])))
+    print(f"at most {alone:.2f} s, beside a joiner {beside:.2f} s for {came[0] - 70.7:.1f} s")
+    assert alone > 1.3, "the link is what bounds it"
+    assert beside <= 1.2 * alone
+
+
 def test_speeds_of_one_to_four_and_starts_twenty_minutes_apart() -> None:
     swarm = Swarm(manifest(budget={"rounds": 10**6}, round={"quorum": 1}), steps={"slow": 0.4, "fast": 0.1})
     swarm.add("slow")
