@@ -147,6 +147,8 @@ class Encode(msgspec.Struct, tag="encode", frozen=True):
     freeze: int
     """Number of the freeze."""
     fragment: int
+    share: float
+    """What Δ is shortened to before."""
 
 
 class Read(msgspec.Struct, tag="read", frozen=True):

@@ -129,9 +129,10 @@ class DeviceReplica:
                 self._brought = None
 
     @torch.no_grad()
-    def encode(self, number: int, fragment: int, out: Tensor) -> tuple[bool, int]:
+    def encode(self, number: int, fragment: int, out: Tensor, share: float = 1.0) -> tuple[bool, int]:
         """Encode the fragment as freeze ``number`` left it into ``out`` (uint8, host), chunk after chunk.
 
+        share: below 1, and with training paused, θ itself is moved before, so that Δ has that share of its length.
         Whether every element of x can be sent (else ``out`` holds rubbish), and how many bytes crossed to the host.
         Raises :class:`LookupError` when something else, or nothing, is frozen.
         """
@@ -140,6 +141,12 @@ class DeviceReplica:
                 raise LookupError(f"freeze {number} is not what is frozen here")
             self._fragment = fragment
             part, values, moved = self.layout.fragment(fragment), self._brought[1], 0
+            if share < 1:
+                if values is not None:
+                    raise LookupError(f"freeze {number} is a copy; only parameters that stand still are shortened")
+                factor = torch.full((1,), share, dtype=torch.float32, device=self.flat.device)
+                for stretch in part.stretches():
+                    self.flat[stretch].sub_(self.params[stretch]).mul_(factor).add_(self.params[stretch])
             for batch in self._batches(part, range(part.count)):
                 payload, sound = codecs_torch.encode_rows(self.codec, self._contribution(batch, values))
                 moved += 1

@@ -101,13 +101,13 @@ class TrainerEncoder(protocol.Encoder):
             # What the next child would begin with.
             await self._write(params, [slice(0, len(params))])
 
-    async def encode(self, fragment: int) -> protocol.Encoded | None:
+    async def encode(self, fragment: int, share: float = 1.0) -> protocol.Encoded | None:
         trainer = self._trainer
         freeze, life = trainer._froze
         if life != trainer.life:
             raise ResourceError("the trainer has died since it was frozen")
         limit = ENCODE_TIMEOUT + self._layout.fragment(fragment).parameters / SLOWEST
-        answer = await self._serve(Encode(trainer._number(), freeze, fragment), limit)
+        answer = await self._serve(Encode(trainer._number(), freeze, fragment, share), limit)
         assert isinstance(answer, Encoded)
         if answer.failed:
             error = ResourceError(f"the trainer could not encode on its device: {answer.failed}")

@@ -365,7 +365,7 @@ class Worker:
             try:
                 with self.beside():
                     if isinstance(message, Encode):
-                        sound, moved = self.replica.encode(message.freeze, message.fragment, encoded)
+                        sound, moved = self.replica.encode(message.freeze, message.fragment, encoded, message.share)
                         _send(self.control, Encoded(message.number, sound, moved))
                     else:
                         out = window[: message.stop - message.start]

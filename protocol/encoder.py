@@ -71,9 +71,10 @@ class Encoder(ABC):
         :meth:`.island.Island.resume`, which then has nothing to reload."""
 
     @abstractmethod
-    async def encode(self, fragment: int) -> Encoded | None:
+    async def encode(self, fragment: int, share: float = 1.0) -> Encoded | None:
         """Encode what the last freeze or snapshot has frozen; None, and nothing leaves the device, where x is not
-        finite."""
+        finite. share: below 1, and after a freeze alone, Δ of the fragment is shortened to it before
+        (:func:`.stale.shorten`)."""
 
     @abstractmethod
     def hold(self, wanted: Sequence[Encoded]) -> None:

@@ -144,6 +144,10 @@ class Accounts:
         count = self._layout.fragments
         self._more = [_Counts() for _ in range(count)]
         self._ages = [0] * count
+        self._short = [0] * count
+        """Steps by which each contribution has been shortened."""
+        self._before = [0] * count
+        """Steps of it that were made before the fragment's last commit."""
         self._early = [early(fragment, due, count, self.inner_steps) for fragment in range(count)]
 
     def progress(self, of: Progress, fragment: int) -> Progress:
@@ -180,6 +184,16 @@ class Accounts:
         """Rounds of a fragment that have missed what this peer has for it (:mod:`.stale`)."""
         return self._ages[fragment]
 
+    def length(self, steps: int, fragment: int) -> tuple[int, int]:
+        """Of a contribution of so many steps: the length of its Δ, in steps, and those since the fragment's last
+        commit (:meth:`.stale.Stale.share`)."""
+        return max(steps - self._short[fragment], 0), max(steps - self._before[fragment], 0)
+
+    def shorten(self, steps: int, fragment: int, share: float) -> None:
+        """The Δ of a contribution of so many steps has been shortened to that share."""
+        length, _ = self.length(steps, fragment)
+        self._short[fragment] = steps - round(length * share)
+
     def grow_old(self, fragment: int, missed: bool) -> int:
         """A round of that fragment is over, and has missed it or not; its age then."""
         self._ages[fragment] = self._ages[fragment] + 1 if missed else 0
@@ -192,7 +206,7 @@ class Accounts:
 
     def commit(
         self, fragment: int, share: float, now: Snapshot, of: Snapshot | None, *, overwrite: bool = False,
-        total: tuple[int, int, int] | None = None,
+        total: tuple[int, int, int] | None = None, leases: bool = False,
     ) -> None:  # fmt: skip
         """A commit has averaged a share (0 … 1) of this peer's contribution to a fragment.
 
@@ -201,7 +215,7 @@ class Accounts:
         for the other fragments that moves to here. overwrite: the steps made since are lost to this fragment, in the
         same share. They stay in the island's counters, for it may die before what it has learnt is written down.
         total: what :meth:`total` was at the freeze that ``of`` tells of; it is what counts where other fragments have
-        been committed in between.
+        been committed in between. leases: it granted leases alone.
         """
         for number, more in enumerate(self._more):
             for at, name in enumerate(("steps", "tokens", "units")):
@@ -216,3 +230,7 @@ class Accounts:
                 setattr(more, name, after - kept)
         if share > 0:
             self._early[fragment] = 0
+        self._short[fragment] = left(self._short[fragment], share)
+        if not leases:
+            kept = left(now.steps, share, of.steps if of is not None else None)
+            self._before[fragment] = kept + self._more[fragment].steps

@@ -135,11 +135,14 @@ class HandingOver:
             more["stopped"] = moved.stopped if moved is not None else 0.0
         elif training.frozen and not self._core.finished:  # after the last round there is nothing to train for
             now = training.counted()
-            training.accounts.commit(body.fragment, spent, now, of, overwrite=overwrite, total=total)
+            training.accounts.commit(
+                body.fragment, spent, now, of, overwrite=overwrite, total=total, leases=not body.chunks
+            )  # fmt: skip
             training.frozen = False
             ahead = training.may_step(left(now.tokens, spent, of.tokens if of is not None else None))
+            reload, training.rewritten = bool(body.chunks) or training.rewritten, False
             await island.resume(
-                reload=bool(body.chunks), spent=spent, outer_step=body.outer_step, of=of, ahead=ahead,
+                reload=reload, spent=spent, outer_step=body.outer_step, of=of, ahead=ahead,
                 until=self._flights.until(),
             )  # fmt: skip
             self._flights.lower(now, spent, of)

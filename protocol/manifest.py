@@ -229,8 +229,9 @@ class RoundSection(_Section):
     weight_cap: Count = Field(description="most tokens that one contribution counts for")
     stale: Rule = Field(
         default="keep",
-        description='what a contribution counts for that has missed rounds: "keep", all of it; "discount", its tokens '
-        'over 1 + the rounds missed; "drop", nothing, and its peer begins anew',
+        description='what a contribution counts for that has missed rounds: "keep", all of it; "shorten", its tokens, '
+        'but no more than the length of a round; "discount", its tokens over 1 + the rounds missed; "drop", nothing, '
+        "and its peer begins anew",
     )
     max_age: int = Field(default=0, ge=0, le=1024, description='rounds that it may have missed before "drop" drops it')
     first_lease: Count = Field(description="sample units leased to a newcomer")
@@ -259,6 +260,12 @@ class RoundSection(_Section):
         if self.max_age and self.stale != "drop":
             problems.append(
                 f'max_age = {self.max_age} with stale = "{self.stale}" does nothing; set it to 0, or stale to "drop"'
+            )
+        if self.stale == "shorten" and self.in_flight > 1:
+            problems.append(
+                f'stale = "shorten" with overlap = {self.overlap} and fragments = {self.fragments}: who is late stands '
+                "still for its round, and rounds of several fragments would be in flight at once; the longest overlap "
+                f'is {self.inner_steps // self.fragments} (inner_steps / fragments), or use stale = "drop"'
             )
         if self.stale == "discount" and self.weights == "equal":
             problems.append(
@@ -752,7 +759,7 @@ class Manifest(_Section):
     @property
     def stale(self) -> Stale:
         """What becomes of contributions that have missed rounds."""
-        return Stale(self.round.stale, self.round.max_age)
+        return Stale(self.round.stale, self.round.max_age, self.round.inner_steps)
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -15,7 +15,7 @@ from .island import Progress, Run, Snapshot
 from .messages import GENESIS, Body, Member
 from .overlap import Merge, Overlap
 from .places import place
-from .stale import HALF
+from .stale import HALF, shorten
 
 Floats = NDArray[np.float32]
 
@@ -43,6 +43,8 @@ class Training:
         """Whether the island has been frozen and not resumed since; it begins so."""
         self.ahead = False
         """Whether it trains ahead of a round: a snapshot was taken that no commit has followed, nor an abort."""
+        self.rewritten = False
+        """Whether ``local`` of the frozen island is another than it froze with."""
         self.encoded: Encoded | None = None
         """What an island that encodes has frozen for the round; None when nothing is brought."""
         self.lossy = core.island is not None and not core.codec.lossless and core.manifest.codec.error_feedback > 0
@@ -104,7 +106,8 @@ class Training:
             snapshot = await self._set_out(call)
             self.note_life()
             weight = self._stated(snapshot, call.fragment)[0]
-        if weight and not await self._sendable(call.fragment):
+        share = self._shorten(snapshot, call.fragment) if weight else 1.0
+        if weight and not await self._sendable(call.fragment, share):
             reason = "the local parameters are not finite, or huge; they are dropped, with their tokens"
             self._events("warning", message=reason)
             await self.reload()
@@ -148,12 +151,33 @@ class Training:
         self.accounts.grow_old(body.fragment, False)
         return tokens
 
-    async def _sendable(self, fragment: int) -> bool:
-        """Whether all of what this peer brings can be sent; an island that encodes has done so then."""
+    def _share(self, steps: int, fragment: int) -> float:
+        """What the Δ of so many steps is to be shortened to."""
+        return self._manifest.stale.share(self.accounts.age(fragment), *self.accounts.length(steps, fragment))
+
+    def _shorten(self, snapshot: Snapshot, fragment: int) -> float:
+        """Note that what was frozen is shortened, if it stands still; to what share of it."""
+        if not self.frozen:
+            return 1.0
+        steps = self.accounts.snapshot(snapshot, fragment).steps
+        share = self._share(steps, fragment)
+        if share < 1:
+            self.accounts.shorten(steps, fragment, share)
+        return share
+
+    async def _sendable(self, fragment: int, share: float) -> bool:
+        """Whether all of what this peer brings, shortened to that share, can be sent; an island that encodes has done
+        so then."""
         encoder = self._core.encoder
         if encoder is None:
+            if share < 1:
+                assert self._island is not None
+                self.rewritten = True
+                for part in self._layout.fragment(fragment).stretches():
+                    theta, params = self._island.local[part], self._core.replica.params[part]
+                    await self._transport.offload(shorten, theta, params, share)
             return await self._transport.offload(self._core.replica.sendable, self._local(), fragment)
-        self.encoded = await encoder.encode(fragment)
+        self.encoded = await encoder.encode(fragment, share)
         return self.encoded is not None
 
     async def freeze(self) -> Snapshot:
@@ -168,7 +192,8 @@ class Training:
         assert island is not None
         # In the last rounds there is nothing to run ahead for.
         last = place(call.base, fragment, self._layout) + 1 >= self._manifest.regular_steps
-        if not ahead or island.frozen is None or last:
+        late = self._share(self.accounts.progress(island.progress(), fragment).steps, fragment) < 1
+        if not ahead or island.frozen is None or last or late:  # what is shortened is θ itself
             return await self.freeze()
         self.frozen = True
         until = self._flights.until()
@@ -209,7 +234,7 @@ class Training:
         if self._core.replica.residual is not None and not residual:
             self._core.replica.residual.fill(0)
         self._flights.ground()
-        self.frozen = self.ahead = False
+        self.frozen = self.ahead = self.rewritten = False
         self.encoded = None
         self.accounts.clear(self._core.fragment)
         await self._island.resume(reload=True, spent=1.0, outer_step=self._core.head.outer_step)
@@ -220,9 +245,10 @@ class Training:
         assert self._island is not None
         until = self._flights.until()
         if self.frozen:
+            reload, self.rewritten = self.rewritten, False
             self.frozen = self.ahead = False
             await self._island.resume(
-                reload=False, spent=0.0, outer_step=self._core.head.outer_step, ahead=self.may_step(), until=until
+                reload=reload, spent=0.0, outer_step=self._core.head.outer_step, ahead=self.may_step(), until=until
             )  # fmt: skip
         elif self.ahead:
             self.ahead = False

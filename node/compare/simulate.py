@@ -28,8 +28,9 @@ from atoll.protocol.codecs.base import MAX_MAGNITUDE, Codec
 from atoll.protocol.lowrank import Factors, LowRankLayout
 from atoll.protocol.manifest import Manifest, RoundSection
 from atoll.protocol.outer import outer_step
-from atoll.protocol.overlap import Merge, Overlap, move
+from atoll.protocol.overlap import Merge, Overlap, left, move
 from atoll.protocol.radial import Norms, Part, normalise, radius, read, scales, squares
+from atoll.protocol.stale import shorten
 from atoll.protocol.theta0 import theta0
 
 from .link import Transfer, pack_transfers
@@ -130,6 +131,10 @@ class _Peer:
     tokens: list[int]
     ages: list[int]
     """Rounds that each fragment's contribution has missed."""
+    short: list[int]
+    """Inner steps by which it has been shortened."""
+    before: list[int]
+    """Those of it that were made before the fragment's last commit."""
     alive: bool = True
 
     @property
@@ -204,7 +209,8 @@ class Simulation:
             # the first rounds of the fragments are staggered over one round, and the last one's is a whole round
             early = [self.inner_steps - (f + 1) * self.inner_steps // count for f in range(count)]
             learner = self._learner(self.params.copy())
-            self.peers.append(_Peer(learner, np.zeros_like(self.params), early, [0] * count, [0] * count))
+            tokens, ages, short, before = ([0] * count for _ in range(4))
+            self.peers.append(_Peer(learner, np.zeros_like(self.params), early, tokens, ages, short, before))
 
     def tick(self, now: int) -> None:
         share = (now - 1) / self.ticks
@@ -338,6 +344,8 @@ class Simulation:
         peer.steps = [0] * len(self.fragments)
         peer.tokens = [0] * len(self.fragments)
         peer.ages = [0] * len(self.fragments)
+        peer.short = [0] * len(self.fragments)
+        peer.before = [0] * len(self.fragments)
         peer.learner.optimizer = InnerOptimizer(peer.learner.model, peer.learner.inner)
 
     def _done(self, peer: _Peer) -> bool:
@@ -392,6 +400,7 @@ class Simulation:
 
     def _contribution(self, peer: _Peer, fragment: int, chunks: Sequence[slice]) -> _Frozen:
         steps, tokens = peer.steps[fragment], peer.tokens[fragment]
+        self._shorten(peer, fragment, chunks)
         counted, over = self.manifest.stale.stated(tokens, steps, peer.ages[fragment])
         stated = _Stated(min(counted, self.manifest.round.weight_cap), over)
         frozen = _Frozen([], [], [], [], [], float(self.manifest.merging.weight(stated)), steps, tokens)
@@ -412,6 +421,16 @@ class Simulation:
                 theta[:] = start
             frozen.start.append(start)
         return frozen
+
+    def _shorten(self, peer: _Peer, fragment: int, chunks: Sequence[slice]) -> None:
+        """What is late becomes no longer than a round where the manifest says so."""
+        steps = peer.steps[fragment]
+        length = steps - peer.short[fragment]
+        share = self.manifest.stale.share(peer.ages[fragment], length, steps - peer.before[fragment])
+        if share < 1:
+            for chunk in chunks:
+                shorten(peer.theta[chunk], self.params[chunk], share)
+            peer.short[fragment] = steps - round(length * share)
 
     def _end(self, fragment: int, flight: _Round, now: int, *, flush: bool = False) -> None:
         """The round's commit reaches everybody, or it has come to nothing. With ``flush`` nothing gets lost: what the
@@ -446,7 +465,9 @@ class Simulation:
             gone = 1.0 if number in arrived or self.scenario.left_out != "keep" else 0.0
             peer.steps[fragment] = self.overlap.remaining(peer.steps[fragment], frozen.steps, gone)
             peer.tokens[fragment] = self.overlap.remaining(peer.tokens[fragment], frozen.tokens, gone)
+            peer.short[fragment] = left(peer.short[fragment], gone)
         for number, peer in enumerate(self.peers):
+            peer.before[fragment] = peer.steps[fragment]
             if peer.alive:
                 self._grow_old(peer, fragment, missed=number not in arrived)
 
@@ -456,7 +477,7 @@ class Simulation:
         if self.manifest.stale.drops(peer.ages[fragment]):
             for chunk in self.fragments[fragment]:
                 peer.theta[chunk] = self.params[chunk]
-            peer.steps[fragment] = peer.tokens[fragment] = peer.ages[fragment] = 0
+            peer.steps[fragment] = peer.tokens[fragment] = peer.ages[fragment] = peer.before[fragment] = 0
 
     def _apply(self, peer: _Peer, chunk: slice, index: int, old: Floats, frozen: _Frozen | None, arrived: bool) -> None:
         theta, new = peer.theta[chunk], self.params[chunk]

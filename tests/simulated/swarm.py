@@ -226,6 +226,11 @@ class Swarm:
         """A peer's residual, wherever it is kept."""
         return life.peer.replica.residual
 
+    def theta_of(self, life: Life) -> np.ndarray:
+        """The parameters that a peer was last frozen with, shortened where the rules say so."""
+        assert life.island is not None
+        return life.island.local.copy() if life.peer._training.rewritten else life.island.brought[0]
+
     def signer(self, transport: Transport) -> Signer:
         """Cheap signatures: on this network nobody forges."""
         name = self.name_of(transport.peer_id)
@@ -263,7 +268,7 @@ class Swarm:
             async def note(call: Call) -> tuple[Member, Snapshot]:
                 entered = await enter(call)
                 # Until the seal other fragments may move, or all be lost; what was frozen is brought all the same.
-                theta, count = island.brought[0], island.brought_count
+                theta, count = self.theta_of(life), island.brought_count
                 life.frozen = theta, island.units(life.handed[call.fragment], count), count
                 return entered
 
@@ -345,7 +350,7 @@ class Swarm:
         if life.island is None:
             return
         replica = life.peer.replica
-        theta, units = life.island.brought
+        theta, units = self.theta_of(life), life.island.brought[1]
         if life.frozen is not None:
             theta, units, life.entered[fields["roster"]] = life.frozen
             life.rounded[fields["roster"]] = life.partial.get(fields["fragment"], 0)

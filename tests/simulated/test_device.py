@@ -101,9 +101,9 @@ class SimulatedEncoder(protocol.Encoder):
             if values is not None:
                 self.replica.place(what, torch.from_numpy(values))
 
-    async def encode(self, fragment: int) -> protocol.Encoded | None:
+    async def encode(self, fragment: int, share: float = 1.0) -> protocol.Encoded | None:
         await asyncio.sleep(0.0)  # as a peer that encodes on the host does at this point
-        sound, moved = self.replica.encode(self.island.frees, fragment, self.out)
+        sound, moved = self.replica.encode(self.island.frees, fragment, self.out, share)
         if not sound:
             return None
         part, data, at = self.layout.fragment(fragment), self.out.numpy().tobytes(), 0
@@ -111,6 +111,8 @@ class SimulatedEncoder(protocol.Encoder):
         for index in range(part.count):
             payloads.append(data[at : at + self.codec.encoded_size(part.size(index))])
             at += len(payloads[-1])
+        if share < 1:
+            self.island.brought = self.island.local.copy(), self.island.brought[1]
         self.made.append(
             protocol.Encoded(fragment, payloads.__getitem__, moved, self.island.frees, self.island.life)
         )  # fmt: skip
@@ -225,7 +227,9 @@ CASES = [
     ("int8", {}), ("int4", {}), ("sparse", {}), ("float16", {}), ("float32", {}), ("sparse", {"overlap": 8}),
     ("int8", {"overlap": 8}), ("int8", {"overlap": 8, "merge": "mix"}), ("int4", {"overlap": 8, "merge": "overwrite"}),
     ("int8", {"fragments": 3}), ("int8", {"fragments": 2, "overlap": 4}), ("int8", {"average": "radial"}),
-    ("int8", {"stale": "drop", "max_group": 2}), ("int4", {"stale": "discount", "max_group": 2, "overlap": 8}),
+    ("int8", {"stale": "drop", "max_group": 2}), ("int8", {"stale": "shorten", "max_group": 2}),
+    ("int8", {"stale": "shorten", "max_group": 2, "overlap": 8}),
+    ("int4", {"stale": "discount", "max_group": 2, "overlap": 8}),
 ]  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Contributions that have missed rounds, on the protocol itself: discounted or dropped, and never counted twice."""
+"""Contributions that have missed rounds, on the protocol itself: shortened, discounted or dropped, never counted
+twice."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from .swarm import Swarm
 from .test_swarm import build, run
 
 KEEP = {"stale": "keep"}
+SHORTEN = {"stale": "shorten"}
 DISCOUNT = {"stale": "discount"}
 DROP = {"stale": "drop"}
 DROP_LATER = {"stale": "drop", "max_age": 2}
-RULES = [KEEP, DISCOUNT, DROP, DROP_LATER]
+RULES = [KEEP, SHORTEN, DISCOUNT, DROP, DROP_LATER]
 
 
 class Ages:
@@ -122,7 +124,7 @@ def test_who_was_frozen_comes_with_what_the_rule_leaves(rule: dict[str, Any]) ->
         assert first[1].weight == tokens
 
 
-@pytest.mark.parametrize("rule", [DISCOUNT, DROP, DROP_LATER], ids=str)
+@pytest.mark.parametrize("rule", [SHORTEN, DISCOUNT, DROP, DROP_LATER], ids=str)
 @pytest.mark.parametrize("more", [{}, {"overlap": 8}, {"fragments": 3}], ids=str)
 def test_under_faults_nothing_counts_twice(rule: dict[str, Any], more: dict[str, int]) -> None:
     """Crashes, freezes, cuts and dead trainers: the swarm's judge follows every sample."""

@@ -93,7 +93,7 @@ def test_one_peer_with_the_manifest_s_fragments_is_plain_training(
     assert np.abs(found - plain).max() < 1e-6
 
 
-@pytest.mark.parametrize("stale", ["discount", "drop"])
+@pytest.mark.parametrize("stale", ["shorten", "discount", "drop"])
 def test_a_void_round_makes_nothing_old(text: str, plain: NDArray[np.float32], stale: str) -> None:
     """Only commits do; and of one peer none misses anything."""
     found = final(manifest(text, **LONE, round={"stale": stale}), Scenario(peers=1, void=0.4), seed=3)
@@ -108,6 +108,37 @@ def test_what_missed_a_round_is_dropped_where_the_manifest_says_so(text: str) ->
     dropping.run()
     assert (kept["commits"], dropping.commits) == (4, 2)
     assert all(peer.tokens == [0] for peer in dropping.peers)
+
+
+@pytest.mark.parametrize("more", [{}, {"overlap": 2}, {"fragments": 3}], ids=str)
+def test_nothing_is_shortened_where_nobody_is_late(text: str, more: dict[str, int]) -> None:
+    found = [
+        final(manifest(text, round={"stale": stale, **more}), Scenario(peers=3, void=0.4), seed=3).tobytes()
+        for stale in ("keep", "shorten")
+    ]
+    assert found[0] == found[1]
+
+
+def test_what_is_late_is_shortened_where_the_manifest_says_so(text: str) -> None:
+    """Half of the contributions are lost, and no round is void: the longest Δ that is brought holds a round's steps."""
+
+    def longest(stale: str) -> int:
+        rules = manifest(text, round={"stale": stale, "quorum": 6})
+        run = Simulation(rules, Scenario(peers=6, lost=0.5), 4, lambda *_: None)
+        found, contribution = [], run._contribution
+
+        def brought(peer: Any, *args: Any) -> Any:
+            frozen = contribution(peer, *args)
+            found.append(frozen.steps - peer.short[0])
+            return frozen
+
+        run._contribution = brought  # type: ignore[method-assign]
+        run.run()
+        assert run.voids == 0
+        return max(found)
+
+    assert longest("shorten") == STEPS
+    assert longest("keep") >= 3 * STEPS
 
 
 def test_fragments_divide_the_peak_of_the_traffic(text: str) -> None:

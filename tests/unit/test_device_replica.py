@@ -25,6 +25,7 @@ from atoll.protocol.messages import Body, ChunkEntry, Member, Seal, hash_of
 from atoll.protocol.overlap import Merge, Overlap, move
 from atoll.protocol.parts import split_parts
 from atoll.protocol.replica import CARRY, Replica
+from atoll.protocol.stale import shorten
 from atoll.protocol.state import GlobalState
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -224,6 +225,28 @@ def test_what_is_too_old_is_dropped_and_the_residual_stays(device: str) -> None:
         pair.check()
     assert pair.device.residual is not None
     assert pair.device.residual.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_late_is_shortened_to_the_same_bits(device: str) -> None:
+    pair = Pair("int8", 3, device, 1.0, seed=6)
+    for number in range(4):
+        pair.train()
+        freeze = pair.freeze(ahead=False)
+        body, chunks = pair.body()
+        part = pair.host.layout.fragment(body.fragment)
+        for stretch in part.stretches():
+            shorten(pair.theta[stretch], pair.host.params[stretch], 0.3)
+        sound, _ = pair.device.encode(freeze, body.fragment, pair.out, 0.3)
+        assert sound
+        pair.check_encoding(freeze, pair.theta)
+        if number != 2:  # and once it has come to nothing
+            pair.host.apply(body, hash_of(body), chunks, me=ME, frozen=pair.theta, local=pair.theta)
+            assert pair.commit(body, freeze)
+        pair.check()
+    pair.device.snapshot(77, [(0, 5)])
+    with pytest.raises(LookupError, match="stand still"):
+        pair.device.encode(77, 0, pair.out, 0.5)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -300,6 +300,10 @@ def test_an_instance_cannot_change() -> None:
         ({"round": {"stale": "discard"}}, "did you mean 'discount'?"),
         ({"round": {"max_age": 3}}, 'max_age = 3 with stale = "keep" does nothing; set it to 0, or stale to "drop"'),
         ({"round": {"stale": "discount", "weights": "equal"}}, 'use weights = "tokens"'),
+        (
+            {"round": {"stale": "shorten", "fragments": 4, "overlap": 25}, "state": {"layers": [[250] * 4]}},
+            "the longest overlap is 12 (inner_steps / fragments)",
+        ),
         ({"round": {"stale": "drop", "max_age": 1025}}, "round.max_age: expected at most 1024"),
         ({"round": {"every": 9.0}}, 'every = 9 with by = "steps" does nothing; leave it out, or set by to "tokens"'),
         ({"round": {"by": "tokens", "every": 9}}, 'grace = 0.25 with by = "tokens"'),
