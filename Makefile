@@ -46,11 +46,15 @@ else
 	$(BIN)/python -m pytest --durations=15 $(ARGS)
 endif
 
+# seeds that once found something (docs/churn.md)
+FOUND = 5024,6045,6046,20085,22149,23372
 .PHONY: churn
 churn: $(STAMP) ## simulated swarms under every kind of fault, a fixed set of seeds, about a minute
 	$(BIN)/python -m tests.churn --peers 3..8 --rounds 25 --step-time 0.5 --vary --seeds 1..12
+	$(BIN)/python -m tests.churn --peers 4..8 --rounds 25 --step-time 0.5 --vary --overlap 20 --fragments 4 --seeds 1..8
 	$(BIN)/python -m tests.churn --peers 8 --rounds 40 --faults crash,power,freeze --seed 1
 	$(BIN)/python -m tests.churn --peers 32 --rounds 4 --step-time 2 --every 15 --back 20 --seed 3
+	$(BIN)/python -m tests.churn --peers 8..12 --rounds 100 --step-time 0.5 --vary --seeds $(FOUND)
 
 .PHONY: lint
 lint: $(STAMP) ## ruff: rules and formatting

@@ -302,6 +302,11 @@ def span(text: str) -> tuple[int, int]:
     return low, high
 
 
+def numbers(text: str) -> list[int]:
+    """``A..B,C,…`` as numbers."""
+    return [seed for part in text.split(",") for low, high in [span(part)] for seed in range(low, high + 1)]
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.churn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -310,7 +315,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hours", type=float, default=0.5, help="virtual hours")
     parser.add_argument("--rounds", type=int, help="instead of hours: so many times the inner steps of a round")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=span, metavar="A..B", help="many seeds, instead of --seed")
+    parser.add_argument("--seeds", type=numbers, metavar="A..B,C", help="many seeds, instead of --seed")
     parser.add_argument(
         "--faults", type=lambda text: [kind for kind in text.split(",") if kind], default=list(KINDS),
         help=f"comma-separated kinds, empty for none: {','.join(KINDS)}",
@@ -355,18 +360,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the seeds; returns the exit code."""
     args = parse(arguments)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    first, last = args.seeds or (args.seed, args.seed)
+    seeds = args.seeds or [args.seed]
     rows: list[dict[str, Any]] = []
     if args.json is not None:
         if args.seeds and args.json.exists():
-            wanted = {replay(given, seed) for seed in range(first, last + 1)}
+            wanted = {replay(given, seed) for seed in seeds}
             lines = (json.loads(line) for line in args.json.read_text().splitlines())
             rows = [row for row in lines if row["replay"] in wanted]
-            print(f"{len(rows)} of {last - first + 1} seeds are in {args.json} already", flush=True)
+            print(f"{len(rows)} of {len(seeds)} seeds are in {args.json} already", flush=True)
         else:
             args.json.write_text("")
     done = {row["seed"] for row in rows}
-    for seed in range(first, last + 1):
+    for seed in seeds:
         if seed in done:
             continue
         result = simulate(args, seed)
