@@ -8,7 +8,9 @@ import json
 import multiprocessing
 import os
 import platform
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -106,6 +108,17 @@ class Failed(Exception):
     """A process of the benchmark failed; the text is its traceback."""
 
 
+def end_on_sigterm() -> None:
+    """Leave all contexts when asked to end, so that neither processes nor namespaces stay; once, for whoever asks twice
+    (as ``timeout`` does) would interrupt just that."""
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 class Crew:
     """Processes that run ``target(connection, index, *arguments)`` and answer one message for each that they get.
 
@@ -162,14 +175,17 @@ class Crew:
         for end in self._ends:
             end.close()  # whoever waits for an order ends
         deadline = time.monotonic() + 20
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                for pid in [*descendants(process.pid or 0)]:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, 9)
-                process.kill()
-                process.join(5)
+        try:
+            for process in self._processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:  # also when asked to end meanwhile: who is left would be waited for at the end, for ever
+            for process in self._processes:
+                if process.is_alive():
+                    for pid in [*descendants(process.pid or 0)]:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, 9)
+                    process.kill()
+                    process.join(5)
 
 
 def _run(target: Callable[..., None], connection: Connection, index: int, arguments: tuple[Any, ...]) -> None:

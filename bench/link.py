@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import statistics
 import sys
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _peer
-from ._common import Crew, Row, read_rows, same, stamp, table, write_rows
+from ._common import Crew, Row, end_on_sigterm, read_rows, same, stamp, table, write_rows
 from ._network import Network, Unavailable, round_trip
 from ._push import BARE, STREAMS
 
@@ -172,7 +171,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the rows there, and leave out what it has of this commit")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces go whatever ends us
+    end_on_sigterm()
 
     rows = read_rows(options.json)
     wanted = [[mbit] * options.peers for mbit in options.mbit] + ([options.unequal] if options.unequal else [])

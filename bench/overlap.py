@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -48,7 +47,7 @@ from atoll.node.worker import die_with_parent
 from atoll.protocol.island import Island, Progress, Run, Snapshot
 from atoll.protocol.messages import Span
 
-from ._common import Crew, Row, cpu, stamp, table, write_rows
+from ._common import Crew, Row, cpu, end_on_sigterm, stamp, table, write_rows
 from ._network import Network, Unavailable, enter
 
 BATCH, CONTEXT = 1, 64
@@ -274,8 +273,9 @@ async def _peer(connection: Connection, index: int, options: dict[str, Any]) -> 
         connection.send((True, answer))
 
 
-async def beside_a_loop(island: Watched) -> float:
-    """Inner steps while the last core runs a loop that touches no memory, over those while it rests; medians."""
+async def beside_a_loop(island: Watched) -> float | None:
+    """Inner steps while the last core runs a loop that touches no memory, over those while it rests; medians.
+    None when no step was ended in them."""
     island.lease([Span(0, 1_000_000)])
     await island.resume(reload=True, spent=1.0, outer_step=0)
     found: dict[bool, list[float]] = {False: [], True: []}
@@ -293,7 +293,7 @@ async def beside_a_loop(island: Watched) -> float:
     await island.freeze()
     island.revoke()
     island.steps.clear()
-    return statistics.median(found[True]) / statistics.median(found[False])
+    return statistics.median(found[True]) / statistics.median(found[False]) if all(found.values()) else None
 
 
 def copying(island: Watched) -> float:
@@ -389,7 +389,7 @@ def main() -> int:
     parser.add_argument("--encode", default="auto", choices=["auto", "host", "device"], help="as of a node")
     parser.add_argument("--json", type=Path, help="write the rows there")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces go whatever ends us
+    end_on_sigterm()
     rows: list[Row] = []
     found: dict[float, list[Row]] = {mbit: [] for mbit in options.mbit}
     for _ in range(options.windows):  # links in turns, so that what changes with time is in all of them

@@ -23,9 +23,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -43,6 +41,7 @@ from ._common import (
     Row,
     cpu,
     descendants,
+    end_on_sigterm,
     gaussian,
     is_daemon,
     read_rows,
@@ -400,7 +399,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows there, and leave out what it has of this commit")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left
+    end_on_sigterm()
 
     rows = read_rows(options.json)
     shown: list[Row] = []

@@ -40,7 +40,7 @@ from atoll.node import checkpoint
 from atoll.node.swarm.processes import Child, Family, Interrupts, child_environment
 from atoll.protocol.errors import AtollError
 
-from ._common import Failed, Row, read_rows, same, stamp, table, write_rows
+from ._common import Failed, Row, end_on_sigterm, read_rows, same, stamp, table, write_rows
 from ._network import Network, Unavailable, round_trip
 
 SETTINGS = ("plain", "overlapped")
@@ -309,7 +309,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where the nodes' folders go, and stay (default: none stays)")
     parser.add_argument("--json", type=Path, help="write the rows there, and leave out what it has of this commit")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces go whatever ends us
+    end_on_sigterm()
     rows = read_rows(options.json)
     with contextlib.ExitStack() as stack:
         if options.folder is None:
