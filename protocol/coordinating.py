@@ -55,6 +55,8 @@ class Coordinating:
         self._flights = core.flights
         self._silence = core.silence
         self._refuse = core.refuse
+        self._taken_back = b""
+        """The last call of this peer that its island could not follow."""
 
     def answered(self, peer: PeerId, message: Enter | Busy | Refuse) -> None:
         """A peer has answered a call, this one or an earlier one."""
@@ -62,6 +64,8 @@ class Coordinating:
         self._timing.deaf.discard(peer)
         if calling is None or calling.nonce != message.call:
             if isinstance(message, Enter):
+                if message.call == self._taken_back:
+                    self._messenger.post(peer, Refuse(message.call, self._core.head))
                 self._messenger.post(peer, Release(message.call))
             return
         match message:
@@ -165,6 +169,9 @@ class Coordinating:
             own = None
             await self._rounds.run(sealed, snapshot)
         except ResourceError as error:
+            # Else the others would go on waiting for this peer, which lives and stands first.
+            self._taken_back = calling.nonce
+            self._messenger.post_all(calling.entered, Refuse(calling.nonce, self._core.head))
             await self._timing.stand_back(error)
         finally:
             speaking.cancel()

@@ -55,6 +55,12 @@ class Engagement:
         if invitation is not None and (invitation.coordinator, invitation.call.call) == (peer, call):
             self.invitation = None
 
+    def taken_back(self, peer: PeerId, call: bytes) -> None:
+        """A coordinator cannot lead what it has called for: it stands behind the others on this base."""
+        if self.awaited is not None and self.awaited.call == call and peer == self.whose:
+            self._succession.void(peer)
+            self.resolve(None)
+
     def offer_seal(self, sender: PeerId, sealed: Sealed) -> None:
         """A seal has come, from its coordinator or by way of another: take it if it is the one waited for."""
         call, seal = self.awaited, sealed.seal

@@ -385,6 +385,8 @@ class Peer:
             case Call():
                 self._entering.called(peer, message)
             case Enter() | Busy() | Refuse():
+                if isinstance(message, Refuse):
+                    self._engagement.taken_back(peer, message.call)
                 self._coordinating.answered(peer, message)
             case Release():
                 self._engagement.release(peer, message.call)
