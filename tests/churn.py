@@ -22,7 +22,7 @@ from typing import Any
 from atoll.protocol.lowrank import largest_rank
 from atoll.protocol.overlap import Merge
 
-from .simulated.accounts import Accounts
+from .simulated.accounts import SAMPLE_EVERY, Accounts
 from .simulated.faults import KINDS, Chaos
 from .simulated.swarm import Swarm, manifest
 
@@ -52,6 +52,10 @@ class Result:
     first of the calm at the end included."""
     uptime: float = 0.0
     """Share of the time in which at least one peer trained."""
+    in_round: float = 0.0
+    """The same in which nobody did, and somebody was paused for a call or a round."""
+    longest_pause: float = 0.0
+    """The longest time for which nobody trained, seconds."""
     commits: int = 0
     lone: int = 0
     """Commits of a roster of one."""
@@ -262,6 +266,8 @@ def conclude(result: Result, accounts: Accounts, seconds: float, used: int, pend
     }  # fmt: skip
     result.loss = {kind: round(value, 4) for kind, value in result.loss.items()}
     result.uptime = round(accounts.trained / max(accounts.samples, 1), 4)
+    result.in_round = round(accounts.in_round / max(accounts.samples, 1), 4)
+    result.longest_pause = accounts.longest * SAMPLE_EVERY
     result.commits = len(swarm.commits)
     result.lone = sum(len(commit.body.seal.members) == 1 for commit in swarm.commits.values())
     result.outer_steps = max((commit.body.outer_step for commit in swarm.commits.values()), default=0)
@@ -284,7 +290,8 @@ def describe(result: Result) -> str:
     waits = ", ".join(f"{name} {value:g} s" for name, value in result.commit_seconds.items())
     loss = ", ".join(f"{kind} {value:.1%}" for kind, value in result.loss.items())
     return (
-        f"seed {result.seed}, {result.peers} peers: goodput {result.goodput:.1%} ({loss}), uptime {result.uptime:.1%}; "
+        f"seed {result.seed}, {result.peers} peers: goodput {result.goodput:.1%} ({loss}), uptime {result.uptime:.1%}, "
+        f"all paused for a round {result.in_round:.1%}, for {result.longest_pause:g} s at most; "
         f"{sum(result.faults.values())} faults, {result.outer_steps} outer steps, {result.commits} commits "
         f"({result.lone} lone) of {result.rosters} rosters, {result.void} void, {result.unsealed} without a seal; "
         f"{len(result.forks)} forks of {sum(result.forks)} commits, {result.resyncs} re-synchronised; "

@@ -224,6 +224,7 @@ def verdict(args: argparse.Namespace, field: Field, begin: float, end: float, le
         "warnings": dict(Counter(
             _plain(event["message"]) for event in events if event["event"] == "warning").most_common(12)),
         "time": {key: round(value, 4) for key, value in asdict(spent).items() if isinstance(value, float)},
+        "nobody_trained": spent.pauses,
         "seconds_to_next_commit": waits, "samples": ledger, "memory": rows,
         "seconds_to_leave": {"together": round(leaving, 2), "max": round(max(leave, default=0.0), 2),
                              "median": round(statistics.median(leave), 2) if leave else 0.0,
@@ -261,6 +262,9 @@ def describe(result: dict[str, Any]) -> str:
         lines.append(
             f"memory of {row['process']}: {row['after_start_mb']} → {row['at_end_mb']} MB in {row['minutes']} min"
         )
+    for at, length, doing in sorted(result["nobody_trained"], key=lambda pause: -pause[1])[:8]:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in doing.items())
+        lines.append(f"nobody trained for {length:g} s, {at:g} s after the beginning: {kinds}")
     lines += [f"{count} × warning: {text}" for text, count in result["warnings"].items()]
     lines += [f"{count} × refused: {text}" for text, count in result["refused"].items()]
     lines += [f"VIOLATED: {what}" for what in result["violations"]] or ["no violations"]

@@ -295,7 +295,9 @@ class Time:
     down: float = 0.0
     """No process, or a stopped one."""
     uptime: float = 0.0
-    """Share of the seconds in which at least one node trained."""
+    """Share of the time in which at least one node trained."""
+    pauses: list[tuple[float, float, dict[str, int]]] = field(default_factory=list)
+    """When nobody did: seconds after the beginning, seconds, and how many nodes were doing what."""
     tokens: dict[str, int] = field(default_factory=dict)
 
 
@@ -305,7 +307,7 @@ def account(slots: list[Slot], chain: set[str], begin: float, end: float, overla
     overlap: nodes train on while a round is in flight; what they train since its seal is not in its commit yet.
     """
     spent: defaultdict[str, float] = defaultdict(float)
-    trained: set[int] = set()
+    done: list[tuple[float, float, str, str]] = []
     good = 0.0
     for slot in slots:
         covered = 0.0
@@ -321,9 +323,10 @@ def account(slots: list[Slot], chain: set[str], begin: float, end: float, overla
                         kind = _doing(before, event, overlap)
                         spent[kind] += span
                         covered += span
+                        if span:
+                            done.append((max(before["t"], begin), min(t, end), kind, slot.name))
                         if kind == "training":
                             carried += span
-                            trained.add(int(t))
                     before = event
                 elif event["event"] == "commit" and begin < t <= end:
                     share = event["contributors"].get(life.process.peer, 0.0)
@@ -346,11 +349,28 @@ def account(slots: list[Slot], chain: set[str], begin: float, end: float, overla
             covered += span
         spent["down"] += (end - begin) - covered
     total = len(slots) * (end - begin)
+    pauses = _pauses(done, len(slots), begin, end)
     return Time(
         goodput=good / total, lost=(spent["training"] - good) / total, averaging=spent["averaging"] / total,
         waiting=spent["waiting"] / total, joining=spent["joining"] / total, down=spent["down"] / total,
-        uptime=len([second for second in trained if begin <= second < end]) / max(int(end - begin), 1),
+        uptime=1 - sum(length for _, length, _ in pauses) / (end - begin), pauses=pauses,
     )  # fmt: skip
+
+
+def _pauses(
+    done: list[tuple[float, float, str, str]], nodes: int, begin: float, end: float
+) -> list[tuple[float, float, dict[str, int]]]:
+    """The stretches in which nobody trained, from what nodes were doing: from, to, what, and who."""
+    found, at = [], begin
+    for start, stop in [*sorted((a, b) for a, b, kind, _ in done if kind == "training"), (end, end)]:
+        if start > at:
+            middle = (at + start) / 2
+            doing = {name: kind for a, b, kind, name in done if a <= middle < b}
+            counts = Counter(doing.values())
+            counts["no sign"] = nodes - len(doing)
+            found.append((round(at - begin, 2), round(start - at, 2), dict(+counts)))
+        at = max(at, stop)
+    return found
 
 
 def _doing(before: Event, after: Event, overlap: bool) -> str:

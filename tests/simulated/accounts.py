@@ -35,6 +35,10 @@ class Accounts:
     states: Counter[str] = field(default_factory=Counter)
     trained: int = 0
     """Samples of the time in which at least one peer trained."""
+    in_round: int = 0
+    """Samples in which nobody trained, and somebody was paused for a call or a round."""
+    longest: int = 0
+    """Most samples in a row in which nobody trained."""
     samples: int = 0
     voids: list[tuple[float, str]] = field(default_factory=list)
     seals: dict[str, float] = field(default_factory=dict)
@@ -63,12 +67,19 @@ class Accounts:
     async def watch(self, end: float) -> None:
         """Look at every peer again and again until the virtual second ``end``."""
         loop = self.swarm.network.loop
+        idle = 0
         while loop.time() < end:
             await asyncio.sleep(SAMPLE_EVERY)
             states = [self.state(name) for name in self.swarm.hosts]
             self.states.update(states)
             self.samples += 1
-            self.trained += "training" in states
+            if "training" in states:
+                self.trained += 1
+                idle = 0
+                continue
+            self.in_round += "averaging" in states or "entering" in states
+            idle += 1
+            self.longest = max(self.longest, idle)
 
     def state(self, name: str) -> str:
         """What a peer is doing."""

@@ -140,6 +140,11 @@ def test_the_time_is_divided_without_a_rest() -> None:
     assert shares == pytest.approx((0.40, 0.10, 0.10, 0.25, 0.15), abs=0.011)
     assert spent.goodput + spent.lost + spent.averaging + spent.waiting + spent.joining + spent.down == pytest.approx(1)
     assert judge.account(slots, set(), 0.0, 100.0).goodput == 0, "a commit that is not in the chain counts for nothing"
+    # In a round from 40 s on, killed at 50.6 s, trains again at 70 s, is stopped from 80 to 85 s.
+    assert spent.pauses == [(40.0, 30.0, {"no sign": 1}), (80.0, 5.0, {"no sign": 1})]
+    other = slot("n1", life([progress(t, "waiting", 0) for t in range(101)], "b", 0.0, 101.0))
+    assert judge.account([*slots, other], {"01"}, 0.0, 100.0).pauses[0] == (40.0, 30.0, {"waiting": 1, "no sign": 1})
+    assert spent.uptime == pytest.approx(0.65)
 
 
 def test_with_overlap_a_commit_brings_what_was_trained_before_its_seal() -> None:
