@@ -163,7 +163,9 @@ class Fetcher:
         self._parallel = parallel
         self._window = window
         self._guide = guide
-        self._patience = 2 * manifest.round.silence
+        self._silence = manifest.round.silence
+        self._patience = 2 * self._silence
+        """Seconds without a byte from a donor that nobody else can stand in for; where another can, it is T."""
         self._liars: dict[PeerId, None] = {}
         """Donors that broke the protocol: not asked again by this fetcher."""
         self.mute: dict[PeerId, None] = {}
@@ -215,13 +217,22 @@ class Fetcher:
         mine = anchor is not None and self._guide is not None and self._guide.holds(current.id)
         unshown: Plan | None = None
         failed = False
+        tried: set[PeerId] = set()
         for peer in sorted(offers, key=lambda peer: (peer not in claims, _rank(offers[peer].best))):
             head = offers[peer].best
             if not better(head, current) if (peer in claims) == mine else mine:
                 # A claim that could not be verified is no head.
                 return unshown
             try:
-                plan = await self._way(peer, head, offers, starts, anchor, ask=peer in claims)
+                tried.add(peer)
+                others = not asked.complete or any(
+                    other not in tried and better(offer.best, current) and (other in claims) == (peer in claims)
+                    for other, offer in offers.items()
+                )
+                plan = await self._way(
+                    peer, head, offers, starts, anchor, ask=peer in claims,
+                    patience=self._silence if others else self._patience,
+                )  # fmt: skip
             except TransportError as error:
                 failed = True
                 self._drop(peer, error)
@@ -256,7 +267,7 @@ class Fetcher:
     async def log(self, peer: PeerId, head: Head) -> list[Step]:
         """The commits up to a head that a peer claims, as low as its log reaches, every one verified. Raises
         :class:`TransportError`."""
-        return await self._chain(peer, head, 0)
+        return await self._chain(peer, head, 0, self._patience)
 
     async def _offer(self, peer: PeerId) -> Heads | NetworkDown | None:
         try:
@@ -282,26 +293,27 @@ class Fetcher:
         anchor: Anchor | None,
         *,
         ask: bool,
+        patience: float,
     ) -> Plan:
         """A verified way to a donor's head. anchor: what may be behind it; where the way itself does not show that, the
-        donor is asked to, if ``ask``."""
+        donor is asked to, if ``ask``. patience: seconds without a byte from it."""
         own = max((start.height for start in starts.values() if start.height < head.height), default=0)
         if head.id in starts:
             if head != starts[head.id]:
                 raise PeerMisbehaved("a head that is not what its commit says", peer)
-            below = await self._lineage(peer, [head], starts, anchor, ask)
+            below = await self._lineage(peer, [head], starts, anchor, ask, patience)
             return Plan(head, head, None, [], list(offers), *_shown(anchor, below, [], head))
-        steps = await self._chain(peer, head, own + 1)
+        steps = await self._chain(peer, head, own + 1, patience)
         if steps[0].position.head.height == own + 1 > 1 and steps[0].commit.body.parent not in starts:
             # Another fork: begin as low as they can.
-            steps = await self._chain(peer, head, 0)
+            steps = await self._chain(peer, head, 0, patience)
         ids = [step.commit.body.parent for step in steps]
         # Where the log begins, a body says itself what came before; of what is here that is known better.
         lowest = self._parent_of(steps[0].commit.body)
         if lowest != starts.get(lowest.id, lowest):
             raise PeerMisbehaved("a log whose beginning is not what its commit says", peer)
         path = [*(step.position.head for step in reversed(steps)), lowest]
-        below = await self._lineage(peer, path, starts, anchor, ask)
+        below = await self._lineage(peer, path, starts, anchor, ask, patience)
         mine = next((at for at in reversed(range(len(ids))) if ids[at] in starts), None)
         held: dict[bytes, list[PeerId]] = {}
         for other, heads in offers.items():
@@ -323,8 +335,9 @@ class Fetcher:
         return Plan(head, base, None, steps[mine:], donors, *_shown(anchor, below, steps, base), path)
 
     async def _lineage(
-        self, peer: PeerId, path: Sequence[Head], starts: Mapping[bytes, Head], anchor: Anchor | None, ask: bool
-    ) -> list[bytes] | None:
+        self, peer: PeerId, path: Sequence[Head], starts: Mapping[bytes, Head], anchor: Anchor | None, ask: bool,
+        patience: float,
+    ) -> list[bytes] | None:  # fmt: skip
         """The bodies between an anchor and a path of verified commits, newest first; none are needed where the path
         reaches the anchor, or what is here and known to stand on it.
 
@@ -344,14 +357,14 @@ class Fetcher:
             return None
         bodies: list[bytes] = []
         wanted, size = path[-1], 0
-        stream = await self._transport.open(peer, PROTOCOL, timeout=self._patience)
+        stream = await self._transport.open(peer, PROTOCOL, timeout=patience)
         limit = PAGE_BYTES + self._commit_limit + 4096
         try:
             while wanted.height > anchor.head.height:
                 if size > MAX_LINEAGE_BYTES or len(bodies) > MAX_LINEAGE:
                     return None
-                await send_request(stream, GetLineage(wanted.id, anchor.head.height), self._patience)
-                page = expect(await receive_response(self._transport, stream, limit, self._patience), Bodies, peer)
+                await send_request(stream, GetLineage(wanted.id, anchor.head.height), patience)
+                page = expect(await receive_response(self._transport, stream, limit, patience), Bodies, peer)
                 before = size
                 for data in page.bodies:
                     if wanted.height <= anchor.head.height:
@@ -392,18 +405,18 @@ class Fetcher:
             kind.average_size(chunks[body.fragment], len(body.seal.members)) * len(body.chunks) for body in bodies
         )
 
-    async def _chain(self, peer: PeerId, head: Head, first: int) -> list[Step]:
+    async def _chain(self, peer: PeerId, head: Head, first: int, patience: float) -> list[Step]:
         """The commits from ``first``, or as low as the donor's log reaches, up to a head; every one verified."""
         steps: list[Step] = []
-        stream = await self._transport.open(peer, PROTOCOL, timeout=self._patience)
+        stream = await self._transport.open(peer, PROTOCOL, timeout=patience)
         limit = PAGE_BYTES + self._commit_limit + 4096
         try:
             while not steps or steps[-1].position.head.id != head.id:
                 after = first if not steps else steps[-1].position.head.height + 1
                 if len(steps) > MAX_LOG or after > head.height:
                     raise PeerMisbehaved(f"a log of {len(steps)} commits that does not end in the head it claims", peer)
-                await send_request(stream, GetChain(head.id, after), self._patience)
-                page = expect(await receive_response(self._transport, stream, limit, self._patience), Chain, peer)
+                await send_request(stream, GetChain(head.id, after), patience)
+                page = expect(await receive_response(self._transport, stream, limit, patience), Chain, peer)
                 if not page.commits:
                     raise PeerMisbehaved("an empty page of commits", peer)
                 steps += await self._transport.offload(self._verify, page.commits, steps[-1:], peer)
@@ -452,9 +465,10 @@ class Fetcher:
         honest = list(donors)
         limit = 2 * self._layout.count * _HASH
         for peer in donors:
+            patience = self._silence if peer != donors[-1] else self._patience
             try:
                 request = GetHashes(child.parent)
-                found = await ask(self._transport, peer, request, Data, limit=limit, patience=self._patience)
+                found = await ask(self._transport, peer, request, Data, limit=limit, patience=patience)
                 if digest_of(self._layout, found.data) != child.state:
                     raise PeerMisbehaved("hashes of a checkpoint that do not make the attested digest", peer)
                 return Start(self._base_of(child), child.state, found.data, honest)

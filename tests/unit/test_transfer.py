@@ -326,6 +326,15 @@ class Wedged(Donor):
         return await super()._respond(request)
 
 
+class Slow(Wedged):
+    """Takes its time to answer requests of one kind."""
+
+    async def _respond(self, request: Request) -> Response:
+        if isinstance(request, self._kind):
+            await asyncio.sleep(1.5 * SILENCE)
+        return await Donor._respond(self, request)
+
+
 class Truncating(Donor):
     """Ends the stream after two pieces, silently."""
 
@@ -489,6 +498,35 @@ def test_a_donor_that_stops_is_replaced(kind: type) -> None:
 
 
 SILENCE = RUN.manifest.round.silence
+
+
+@pytest.mark.parametrize(("kind", "late"), [(GetChain, 0.0), (GetChain, 0.5 * SILENCE), (GetHashes, 0.0)])
+def test_a_donor_that_dies_after_its_offer_costs_t_where_another_can_stand_in(kind: type, late: float) -> None:
+    """It cost 2T: longer than a round. Who cannot be done without still has 2T."""
+
+    def planned(**donors: Callable[[Transport], Donor]) -> tuple[float, World]:
+        took: list[float] = []
+
+        async def program(transport: Transport, fetcher: Fetcher, peers: list[PeerId]) -> Plan | None:
+            began = transport.now()
+            plan = await fetcher.plan(peers, GENESIS, empty().restorable())
+            took.append(transport.now() - began)
+            return plan
+
+        world = World(**donors)
+        plan = world.run(program)
+        assert plan is not None
+        assert plan.head == TIP
+        return took[0], world
+
+    took, world = planned(
+        wedged=lambda transport: Wedged(transport, filled(), kind), other=lambda transport: Late(transport, filled(), late)
+    )  # fmt: skip
+    assert SILENCE <= took < 1.6 * SILENCE
+    assert set(world.reports) == {"wedged"}
+    took, world = planned(slow=lambda transport: Slow(transport, filled(), kind))
+    assert took > 1.5 * SILENCE
+    assert world.reports == {}
 
 
 def test_who_does_not_say_what_head_it_has_holds_up_nobody() -> None:
