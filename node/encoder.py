@@ -115,7 +115,7 @@ class TrainerEncoder(protocol.Encoder):
             if answer.crowded or self._failures >= MAX_FAILURES:
                 # Else the peer would have nothing to bring, round after round.
                 trainer._to_host = True
-                trainer._end_child(error)
+                await trainer._end_child(error)
             raise error
         self._failures = 0
         if not answer.sound:
@@ -143,7 +143,8 @@ class TrainerEncoder(protocol.Encoder):
         trainer._outer_step = outer_step
         order = trainer._spend(trainer._number(), spent, of)
         until = trainer._counters().steps + ahead if ahead is not None else None
-        trainer._until, trainer._training = until, True
+        trainer._limit(until, trainer._counters().steps)
+        trainer._training = True
         message = Commit(
             order.number, outcome.fragment, list(outcome.mine), list(outcome.others),
             source.freeze if source is not None else None, outcome.lost, outcome.dropped, outcome.rule.merge.value,
@@ -156,7 +157,7 @@ class TrainerEncoder(protocol.Encoder):
             raise
         assert isinstance(answer, Moved)
         if not answer.known:
-            trainer._until = None
+            trainer._limit(None, 0)
         moved = Snapshot(answer.steps, answer.tokens, answer.units, trainer._leased(), answer.stopped)
         return moved, answer.known
 
@@ -201,11 +202,12 @@ class TrainerEncoder(protocol.Encoder):
         except TimeoutError:
             what = "encode a contribution" if isinstance(order, Encode) else "give what goes to the disk"
             error = ResourceError(f"the trainer did not {what} within {limit:.0f} s")
+            del self._waiting[order.number]  # nobody waits for it any more
             if isinstance(order, Encode):
-                trainer._end_child(error)
+                await trainer._end_child(error)
             raise error from None
         finally:
-            del self._waiting[order.number]
+            self._waiting.pop(order.number, None)
 
     async def _place(self, what: Literal["params", "theta", "residual"], values: Floats, commit_id: bytes) -> None:
         await self._write(values, [slice(0, len(values))])

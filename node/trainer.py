@@ -145,7 +145,9 @@ class TrainerProcess(Island):
         """Number of the last freeze or snapshot, and the life in which it was made."""
         self._outer_step = 0
         self._until: int | None = None
-        """Number of steps at which the child pauses while a round is in flight."""
+        """Number of steps at which the child pauses while a round is in flight, or the run winds up."""
+        self._ahead: int | None = None
+        """How many more these were when that was said."""
         self._writing = asyncio.Lock()
         """Held while a thread of this side writes ``local``: no child may read it then."""
         self._training = False
@@ -160,6 +162,8 @@ class TrainerProcess(Island):
         self._writer: asyncio.StreamWriter | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answer: asyncio.Future[Answer] | None = None
+        self._settled = asyncio.Event()
+        """Whether spans and counters tell of what a child that was ended has left."""
         self._failure: AtollError | None = None
         """Why there is no child now; ``None`` while there is one."""
         self._ended_here: AtollError | None = None
@@ -301,7 +305,7 @@ class TrainerProcess(Island):
 
     async def freeze(self) -> Snapshot:
         self._training = False
-        self._until = None
+        self._limit(None, 0)
         answer = await self._ask(Freeze(self._number()))
         assert isinstance(answer, Frozen)
         self._froze = (answer.number, self.life)
@@ -313,7 +317,7 @@ class TrainerProcess(Island):
             raise ValueError("this trainer was started without room for snapshots")
         apart = self.encoder is not None
         self._training = False
-        self._until = None
+        self._limit(None, 0)
         # What lies in a device's memory is copied whole, for ``local`` to be what the counters tell of: by way of
         # ``frozen``, beside training, unless parts of that are of other rounds in flight.
         store = self._several and not self._shares and not apart
@@ -322,7 +326,7 @@ class TrainerProcess(Island):
         assert isinstance(answer, Frozen)
         self._froze = (answer.number, self.life)
         self._training = True
-        self._until = answer.steps + ahead if until is None else min(answer.steps + ahead, until)
+        self._limit(answer.steps + ahead if until is None else min(answer.steps + ahead, until), answer.steps)
         if not self._shares and not apart:
             counters = self._counters()
             counters.steps, counters.tokens, counters.units = answer.steps, answer.tokens, answer.units
@@ -349,20 +353,20 @@ class TrainerProcess(Island):
             # only a limit is lifted, or changed
             assert not reload
             assert not spent
-            self._until = until
+            self._limit(until, before)
         else:
             self._base = self._counters()
             self._training = True
             limits = [self._base.steps + ahead] if ahead is not None else []
             limits += [until - (before - self._base.steps)] if until is not None else []
-            self._until = min(limits, default=None)
+            self._limit(min(limits, default=None), self._base.steps)
         self._tell(Resume(order.number, reload, outer_step, self._until, order.share, order.of))
 
     async def move(
         self, runs: list[Run], *, spent: float, outer_step: int, of: Snapshot | None, until: int | None = None
     ) -> Snapshot:
         self._outer_step = outer_step
-        self._until = None
+        self._limit(None, 0)
         number = self._number()
         spending = _Spending.of_snapshot(number, spent, of)
         order = Move(number, [(run.start, run.stop, run.keep) for run in runs], spent, spending.of, outer_step, until)
@@ -381,9 +385,11 @@ class TrainerProcess(Island):
             self._spending.append(spending)
             if self._alone:
                 self._settle()
+            self._limit(until, counters.steps)
             self._until = _lowered(until, counters.steps, spending)
             return moved
         assert isinstance(answer, Moved)
+        self._limit(until, answer.steps)
         self._until = _lowered(until, answer.steps, spending)
         if not self._shares:
             self._base.spend(number, spent, spending.of)
@@ -411,6 +417,11 @@ class TrainerProcess(Island):
         """Whether the child trains in the very memory that ``local`` is, so that this side must leave it alone."""
         return self.device.startswith("cpu") and self.encoder is None
 
+    def _limit(self, until: int | None, steps: int) -> None:
+        """Note at what number of steps the child pauses. steps: those that its counters hold."""
+        self._until = until
+        self._ahead = None if until is None else max(until - steps, 0)
+
     def _number(self) -> int:
         self._orders += 1
         return self._orders
@@ -435,15 +446,21 @@ class TrainerProcess(Island):
                 f"{step:.2f} s); "
                 "it was ended and is being started again"
             )
-            self._end_child(error)
+            self._answer = None  # nobody waits for it any more
+            await self._end_child(error)
             raise error from None
         finally:
             self._answer = None
 
-    def _end_child(self, why: ResourceError) -> None:
-        """End a child that is of no use any more; the next one is started."""
+    async def _end_child(self, why: ResourceError) -> None:
+        """End a child that is of no use any more; the next one is started. Waits a while for what it leaves behind to
+        be known, since by that goes what the next one may do."""
         self._failure = self._ended_here = why
+        self._settled.clear()
         self._kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT):
+                await self._settled.wait()
 
     def _spend(self, number: int, share: float, of: Snapshot | None) -> _Spending:
         """Lower the counters, by an order that the child is about to be sent. Between two children there is none, and
@@ -532,6 +549,12 @@ class TrainerProcess(Island):
 
     async def _supervise(self) -> None:
         """Start the child, and again when it ends, until closed or given up."""
+        try:
+            await self._lives()
+        finally:
+            self._settled.set()
+
+    async def _lives(self) -> None:
         in_a_row = 0
         while True:
             began = time.monotonic()
@@ -692,6 +715,9 @@ class TrainerProcess(Island):
             # and with it all that the device had learnt since the last commit
             counters.steps = counters.tokens = counters.units = 0
             self._spending = []
+            # It was not to outrun a round in flight by more than so much; or, with 0, to make no more of what it had
+            # to hand over, of which nothing is left.
+            self._until = self._ahead or None
             self.life += 1
         elif not self._shares:
             # what the device had learnt since the last freeze or resume died with it
@@ -702,6 +728,7 @@ class TrainerProcess(Island):
         self._memory.write(counters)
         self._settle()
         self._alone = True
+        self._settled.set()
 
     def _change(self, **fields: Any) -> None:
         self._setup = Setup(**{name: getattr(self._setup, name) for name in Setup.__struct_fields__} | fields)

@@ -418,6 +418,51 @@ def test_with_a_source_that_is_gone_goes_the_limit_of_what_was_to_be_handed_over
     run(body, device)
 
 
+def test_a_dead_child_s_limit_is_not_the_next_one_s(device: str) -> None:
+    """A limit counts what has not been handed over. Of that a death leaves nothing, so the next child stops as far
+    ahead of a round as this one might have, or nowhere, where only what was to be handed over had stopped it."""
+
+    async def body(bench: Bench) -> None:
+        island = bench.island
+        await bench.begin()
+        await bench.trained(30)
+        await island.snapshot(3, [slice(0, COUNT)])
+        os.kill(island.pid or 0, signal.SIGKILL)
+        await until(lambda: island.life == 1)
+        await until(lambda: island.progress().steps == 3)
+        await asyncio.sleep(0.5)
+        assert island.progress().steps == 3, "and no more: the round is still in flight"
+        await island.freeze()
+        await island.resume(reload=False, spent=0, outer_step=0, ahead=0)
+        await asyncio.sleep(0.2)
+        assert island.progress().steps == 3
+        os.kill(island.pid or 0, signal.SIGKILL)
+        await until(lambda: island.life == 2)
+        await bench.trained(10)
+
+    run(body, device, overlap=5)
+
+
+def test_what_a_child_had_that_was_ended_for_hanging_is_gone_before_that_is_told(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who decides by it what the next one may do must not take it for there."""
+    monkeypatch.setattr(trainer_module, "FREEZE_TIMEOUT", 0.5)
+
+    async def body(bench: Bench) -> None:
+        await bench.begin()
+        await bench.trained()
+        os.kill(bench.island.pid or 0, signal.SIGSTOP)
+        with pytest.raises(ResourceError, match="did not answer a freeze within"):
+            await bench.island.freeze()
+        assert bench.island.progress().tokens == 0
+        monkeypatch.undo()
+        await bench.island.resume(reload=False, spent=0, outer_step=0)
+        await bench.trained()
+
+    run(body, device)
+
+
 def test_a_device_with_other_bits_or_without_room_is_told_at_the_start(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,8 @@ class SimulatedIsland(Island):
         self._begun = 0.0
         """Seconds of the step that a freeze found running: a trainer ends it first, and loses nothing."""
         self._until: int | None = None
+        self._ahead: int | None = None
+        """How many more steps that was when it was said."""
         self._still = 0.0
         """Since when it stands at its limit; 0 while it does not."""
         self._stood = 0.0
@@ -227,6 +229,7 @@ class SimulatedIsland(Island):
             self.idle += stood
             self._since = self._now()
         self._until, self._still = until, 0.0
+        self._ahead = None if until is None else max(until - self._steps, 0)
 
     def _spend(self, spent: float, of: Snapshot | None) -> None:
         """The oldest go first."""

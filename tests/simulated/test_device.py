@@ -72,6 +72,7 @@ class DeviceIsland(SimulatedIsland):
         self.life += 1
         self.died_at = self.count
         self._steps = self._units = 0
+        self._limit(self._ahead or None)
         self.pending.clear()
         if for_good:
             self.encoder = None
