@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .averaged import Averaged, check_all
+from .averaged import Averaged, check_all, outsized_in
 from .commits import averaged_of, check_child, contributed, members_in
 from .core import Core
 from .deadline import ASSUMED, encoded_size, transfer_seconds
@@ -20,6 +20,7 @@ from .handing_over import HandingOver, Stake
 from .incoming import Incoming
 from .keeping import Keeping
 from .messages import Body, Commit, hash_of
+from .radial import TIMES
 from .restoring import Restoring
 from .saving import Saving
 from .succession import Succession
@@ -97,6 +98,7 @@ class Applying:
             checked=checked,
         )  # fmt: skip
         self._note_members(body, stake.me)
+        self._name_outsized(body, checked)
         more = await self._handing.finish(commit_id, body, stake, way, applied)
         self._log_commit(commit_id, commit, seconds, more)
         self._ends.add(commit)
@@ -140,6 +142,20 @@ class Applying:
             self._keeping.carried = False
             self.contributed += averaged_of(body.seal, body.chunks, self._layout)[me]
             self._island.lease([lease.span for lease in body.leases if lease.member == me])
+
+    def _name_outsized(self, body: Body, averages: list[Averaged]) -> None:
+        """Who tried to decide by the length of its contribution how far the model moves. It has no great part in that,
+        and should be known all the same."""
+        for number, times in outsized_in(body, averages).items():
+            reason = (
+                f"round {body.round}: the norm of a tensor of its contribution is {times:.3g} times the largest of the "
+                f"others'; it counts as {TIMES:.0f} times. Where no harm is meant, its training has diverged"
+            )
+            peer = PeerId(body.seal.members[number].peer)
+            if peer == self._me:
+                self._events("warning", message=f"this peer's own contribution: {reason}")
+            else:
+                self._refuse(peer, reason)
 
     async def _spurn(self, commit_id: bytes, body: Body, reason: str) -> None:
         """A commit with a majority's signatures that is false all the same: never apply it, and go on training."""

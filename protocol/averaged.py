@@ -23,7 +23,7 @@ from .errors import PeerMisbehaved
 from .layout import ChunkLayout
 from .merging import Merging
 from .messages import Body, Member
-from .radial import NORM_BYTES, read
+from .radial import NORM_BYTES, outsized, read
 
 VERSION, WITH_NORMS = 1, 2
 _HEADER = struct.Struct(">BBIQ")
@@ -97,6 +97,20 @@ def check_all(
         if averaged.contributors != entry.contributors:
             raise PeerMisbehaved(f"chunk {index} has other contributors than its commit says")
         found.append(averaged)
+    return found
+
+
+def outsized_in(body: Body, averages: Sequence[Averaged]) -> dict[int, float]:
+    """Members of a commit's roster, by number, that stated norms which count for less (:func:`.radial.outsized`), and
+    how many times the largest of the others the most extreme one is."""
+    members = body.seal.members
+    found: dict[int, float] = {}
+    for averaged in averages:
+        inside = members_in(averaged.contributors, len(members))
+        steps = [members[i].steps for i in inside]
+        for norms in averaged.norms:
+            for place, times in outsized(list(map(float, norms)), steps).items():
+                found[inside[place]] = max(found.get(inside[place], 0.0), times)
     return found
 
 

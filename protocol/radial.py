@@ -272,6 +272,18 @@ def bounded(norms: Sequence[float]) -> list[float]:
     return found
 
 
+def outsized(norms: Sequence[float], steps: Sequence[int]) -> dict[int, float]:
+    """Of a piece's contributors, by number, those whose norm :func:`bounded` cuts down, and how many times the largest
+    of the others it is. Not who has made so many more inner steps than these: for each step, too, it must be as far
+    above all others."""
+    found: dict[int, float] = {}
+    paces = [norm / max(count, 1) for norm, count in zip(norms, steps, strict=True)]
+    for number, (norm, kept) in enumerate(zip(norms, bounded(norms), strict=True)):
+        if kept < norm and paces[number] > TIMES * max(paces[:number] + paces[number + 1 :]):
+            found[number] = TIMES * norm / kept
+    return found
+
+
 def radius(weights: Sequence[int], norms: Sequence[float]) -> float:
     """The mean of the norms of a piece's contributors, by weight."""
     total, whole = 0.0, 0.0

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+
+from atoll.protocol.island import Snapshot
 
 from .faults import Chaos
 from .swarm import Swarm
@@ -165,6 +168,36 @@ def test_a_swarm_merges_norms_and_directions(codec: str, fragments: int) -> None
     told = {name: {f["commit"]: f["digest"] for _, n, f in swarm.named("digest") if n == name} for name in swarm.hosts}
     assert len(told["archive"]) > 6 * fragments
     assert len(told["late"]) > 1, "it has come to a state of the chain by log and checkpoint"
+
+
+def test_a_contribution_a_thousand_times_as_long_as_the_others_is_known_by_its_peer() -> None:
+    """Its training has diverged, or it wants to decide how far the model moves. It counts as a hundred times."""
+    swarm = build(4, seed=1, round=RADIAL["round"], state=dict(RADIAL["state"]), budget={"rounds": 4})
+
+    async def strike() -> None:
+        life = swarm.life("p3")
+        assert life.island is not None
+        freeze, island, replica = life.island.freeze, life.island, life.peer.replica
+
+        async def longer() -> Snapshot:
+            island._advance()
+            island.local[:] = replica.params + np.float32(1000) * (island.local - replica.params)
+            return await freeze()
+
+        island.freeze = longer  # type: ignore[method-assign]
+
+    def look(name: str, event: str, fields: dict[str, Any]) -> None:
+        if (name, event) == ("p3", "digest") and fields["outer_step"] == 2:
+            asyncio.get_running_loop().create_task(strike())
+
+    swarm.hooks.append(look)
+    run(swarm)
+    named = {
+        (name, f["peer"], f["fault"]) for _, name, f in swarm.named("refused") if "norm of a tensor" in f["reason"]
+    }
+    assert named == {(f"p{i}", "sim-p3", "hostile") for i in range(3)}
+    assert any("own contribution" in f["message"] for _, name, f in swarm.named("warning") if name == "p3")
+    assert all(f["fault"] == "hostile" and f["peer"] == "sim-p3" for _, _, f in swarm.named("refused"))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -24,7 +24,7 @@ from atoll.protocol.fragments import make_layout
 from atoll.protocol.kernels import probe
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.messages import Body, ChunkEntry, Member, Seal, hash_of
-from atoll.protocol.radial import BLOCK, Directions, Norms, Radial, bounded, read, scales, squares
+from atoll.protocol.radial import BLOCK, Directions, Norms, Radial, bounded, outsized, read, scales, squares
 from atoll.protocol.replica import Replica
 from atoll.protocol.state import GlobalState
 
@@ -461,3 +461,19 @@ def test_the_mean_is_not_written() -> None:
     assert b'"embeddings":[0,6],"layers":[[100],[60,230],[10,200],[40,60]]' in ruled.canonical()
     assert b"fragments" not in ruled.canonical()
     assert len({merging(state={"embeddings": e}).run_id for e in itertools.combinations(range(3), 2)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("norms", "steps", "found"),
+    [
+        ([1.0, 2.0, 150.0], [10, 10, 10], {}),
+        ([1.0, 2.0, 500.0], [10, 10, 10], {2: 250.0}),
+        ([1.0, 2.0, 500.0], [1, 1, 400], {}),  # it has trained for longer
+        ([1.0, 2.0, 500.0], [1, 1, 2], {2: 250.0}),
+        ([0.0, 0.0, 500.0], [10, 10, 10], {}),
+        ([500.0], [10], {}),
+        ([500.0, 500.0, 1.0], [10, 10, 10], {}),
+    ],
+)
+def test_whose_norm_is_out_of_all_proportion(norms: list[float], steps: list[int], found: dict[int, float]) -> None:
+    assert outsized(norms, steps) == found
