@@ -313,7 +313,7 @@ def show_local(state: Path, *, as_json: bool) -> int:
     path = state / EVENT_FILE
     if not path.exists():
         raise StateError(f"there is no event log at {path}; expected the state folder of a node")
-    kinds = ("start", "progress", "commit", "digest", "exit")
+    kinds = ("start", "state", "progress", "commit", "digest", "exit")
     latest = last_events(path, kinds)
     now = time.time()
     fields = {kind: latest.get(kind) for kind in kinds}

@@ -85,7 +85,8 @@ class Busy(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 
 
 class Refuse(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="refuse"):
-    """Answer to a call: not at that base, or the island cannot. From the coordinator to who has entered: its own cannot."""
+    """Answer to a call: not at that base, or the island cannot. From the coordinator to those who entered: its own
+    cannot."""
 
     call: Nonce
     head: Head

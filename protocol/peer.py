@@ -177,7 +177,7 @@ class Peer:
         self._training = training = Training(core)
         self._reports = reports = Reports(core, training)
         self._timing = timing = Timing(core, heads, succession, reports, training)
-        self._reporting = reporting = Reporting(core, reports, succession, timing)
+        self._reporting = reporting = Reporting(core, heads, reports, succession, timing)
         self._keeping = keeping = Keeping(core, training, timing, every=keep_every)
         self._engagement = engagement = Engagement(core, succession)
         self._incoming = incoming = Incoming(core, heads, engagement)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from .control import Report
 from .core import Core
+from .heads import Heads
 from .messages import Head
 from .reports import Reports
+from .store import LOST
 from .succession import Succession
 from .timing import Timing
 from .wakeup import Wakeup
 
 REPORT_EVERY = 2.0
 """Seconds between two reports to the first candidates."""
+PATIENCE = 12
+"""Silences for which a peer looks for the state that its disk has lost before it says what may be done; times four each
+time that it says so again."""
 
 
 class Reporting:
     """Sends this peer's reports."""
 
-    def __init__(self, core: Core, reports: Reports, succession: Succession, timing: Timing) -> None:
+    def __init__(self, core: Core, heads: Heads, reports: Reports, succession: Succession, timing: Timing) -> None:
         self._core = core
+        self._heads = heads
         self._reports = reports
         self._succession = succession
         self._timing = timing
@@ -28,9 +34,13 @@ class Reporting:
         self._island = core.island
         self._messenger = core.messenger
         self._flights = core.flights
+        self._events = core.events
         self._silence = core.silence
         self.soon = Wakeup()
         """To be set when something has changed that others should know."""
+        self._lacking: float | None = None
+        """Since when the state is missing that the disk has lost; None while it is not."""
+        self._patience = PATIENCE * core.silence
 
     async def run(self) -> None:
         """Tell the first candidate how far this peer is, every two seconds and whenever it matters; the next two, who
@@ -46,6 +56,7 @@ class Reporting:
             now = self._transport.now()
             self._succession.ready_since = (self._succession.ready_since or now) if report.ready else None
             self._timing.note_readiness(report)
+            self._say_what_is_lacking(now)
             self._say_whether_it_trains(report)
             saying = report.head, report.ready, self._flights.next(self._core.head)
             news = saying != told
@@ -73,4 +84,31 @@ class Reporting:
         elif self._transport.now() - self._core.base_since > self._silence:
             live, quorum = len(self._reports.live()), self._manifest.round.quorum
             missing = f"{live} of {quorum} peers that a round needs are here" if live < quorum else "for a round"
+            if self._heads.owes():
+                missing = f"for {self._lost()}, which this disk has lost, from somebody who has it"
             self._core.set_state("waiting", missing)
+
+    def _lost(self) -> str:
+        owed = self._heads.owed
+        return f"the state of round {owed.round}" if owed != LOST else "the state"
+
+    def _say_what_is_lacking(self, now: float) -> None:
+        """Who has seen a head never starts from θ₀, and waits for ever where nobody has it any more; then people must
+        decide."""
+        if not self._heads.owes():
+            self._lacking, self._patience = None, PATIENCE * self._silence
+            return
+        self._lacking = self._lacking if self._lacking is not None else now
+        if now - self._lacking < self._patience or self._heads.ahead or self._heads.plan is not None:
+            return
+        self._patience *= 4
+        heard = sum(
+            self._messenger.silent_for(peer, float("-inf")) <= self._silence for peer in self._core.directory.known
+        )
+        self._events(
+            "warning",
+            message=f"nobody has {self._lost()}, which this disk has lost: none of the {heard} peers that this one "
+            f"hears, for {now - self._lacking:.0f} s. It takes part in nothing until somebody who has that state, or a "
+            "better one, is there: start every peer that may have it. If all have lost it, the run can only begin "
+            "again: stop all peers, delete the folder store/ in the state folder of each, and start them",
+        )

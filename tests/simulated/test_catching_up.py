@@ -182,6 +182,39 @@ def test_who_remembers_only_that_there_was_a_head_founds_no_chain_either(twice: 
     assert contributions(swarm, "p1", 70.0)
 
 
+def test_where_all_have_lost_the_state_they_say_what_is_to_be_done_and_it_helps() -> None:
+    """All disks keep is which head there was."""
+    swarm = build(3, seed=5, budget={"rounds": 10**6})
+    events: list[tuple[str, str, dict[str, Any]]] = []
+
+    def restart(keep: bool) -> None:
+        for name in ("p0", "p1", "p2"):
+            head = bytes(swarm.disks[name].files[HEAD_FILE])
+            swarm.crash(name)
+            swarm.disks[name] = MemoryDisk()
+            if keep:
+                swarm.disks[name].files[HEAD_FILE] = bytearray(head)
+        for name in ("p0", "p1", "p2"):
+            swarm.restart(name)
+
+    async def main() -> None:
+        await asyncio.sleep(20)
+        swarm.hooks.append(lambda name, event, fields: events.append((name, event, fields)))
+        restart(keep=True)
+        await asyncio.sleep(60)
+        assert {swarm.life(name).peer.head.height for name in ("p0", "p1", "p2")} == {0}
+        restart(keep=False)
+        await asyncio.sleep(30)
+        assert all(swarm.life(name).peer.head.height > 2 for name in ("p0", "p1", "p2"))
+
+    swarm.network.run(main())
+    waiting = {name: fields["reason"] for name, event, fields in events if event == "state" and "reason" in fields}
+    assert all("which this disk has lost" in waiting[name] for name in ("p0", "p1", "p2"))
+    told = [(name, f["message"]) for name, event, f in events if event == "warning" and "store/" in f["message"]]
+    assert sorted(name for name, _ in told) == ["p0", "p1", "p2"]
+    assert all("the 2 peers that this one hears" in message for _, message in told), told
+
+
 def test_who_has_gone_over_to_the_others_makes_no_commit_alone_before_it_has_met_them() -> None:
     """It had been alone for long when it came to their head, they had just left that, and there it went on as before:
     alone, at once (seed 5024 of tests.churn)."""

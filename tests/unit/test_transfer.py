@@ -520,7 +520,8 @@ def test_a_donor_that_dies_after_its_offer_costs_t_where_another_can_stand_in(ki
         return took[0], world
 
     took, world = planned(
-        wedged=lambda transport: Wedged(transport, filled(), kind), other=lambda transport: Late(transport, filled(), late)
+        wedged=lambda transport: Wedged(transport, filled(), kind),
+        other=lambda transport: Late(transport, filled(), late),
     )  # fmt: skip
     assert SILENCE <= took < 1.6 * SILENCE
     assert set(world.reports) == {"wedged"}
