@@ -140,8 +140,8 @@ class BenchPeer:
             await self.transport.close()
 
     async def meet(self, book: list[tuple[str, list[str], int]]) -> tuple[int, int, int]:
-        """Learn everyone's addresses; answers the encoded bytes of the fragment as a contribution and as averages, and
-        the elements of a chunk."""
+        """Learn everyone's addresses; answers the encoded bytes of the fragment as a contribution and as averages (with
+        ``sparse`` the most that they can be), and the elements of a chunk."""
         from atoll.protocol.transport import PeerId
 
         self.book = [(peer, addresses) for peer, addresses, _ in book]
@@ -150,7 +150,8 @@ class BenchPeer:
         for peer, _ in self.book[self.index + 1 :]:
             await self._greet(peer)
         sizes = [self.layout.size(i) for i in range(self.layout.count)]
-        contribution, averages = (sum(map(codec.encoded_size, sizes)) for codec in (self.codec, self.averages))
+        contribution = sum(map(self.codec.encoded_size, sizes))
+        averages = sum(self.averages.average_size(size, len(book)) for size in sizes)
         return contribution, averages, self.layout.chunk
 
     async def _greet(self, peer: Any) -> None:
