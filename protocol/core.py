@@ -63,6 +63,8 @@ class Core:
         self.me = self.transport.peer_id
         self.silence = self.manifest.round.silence
         self._outer_steps = self.manifest.outer_steps
+        self._reasoned = False
+        """Whether the state was last told with a reason."""
         self.replica = None  # type: ignore[assignment]
         self.base_since = self.transport.now()
         """When this peer came to its head."""
@@ -114,9 +116,13 @@ class Core:
             self.last_round = message.round
 
     def set_state(self, state: State, reason: str = "") -> None:
-        if state != self.state:
-            self.state = state
+        """Say what this peer does now, and why it does no more; told once, until the state, or that there is a reason,
+        is another."""
+        changed = state != self.state
+        if changed or bool(reason) != self._reasoned:
+            self.state, self._reasoned = state, bool(reason)
             self.events("state", state=state, **({"reason": reason} if reason else {}))
+        if changed:
             self.directory.publish_soon()
 
     def refuse(self, peer: PeerId, reason: str, fault: Fault = Fault.HOSTILE) -> None:

@@ -79,14 +79,16 @@ class Reporting:
         """Without samples a peer stands still until a commit brings some; it must not look as if it trained."""
         if self._core.state not in ("training", "waiting") or (self._flights and not self._flights.several):
             return
-        if report.leased:
-            self._core.set_state("training")
-        elif self._transport.now() - self._core.base_since > self._silence:
+        missing, since = "", self._transport.now() - self._core.base_since
+        if since > self._silence:
             live, quorum = len(self._reports.live()), self._manifest.round.quorum
-            missing = f"{live} of {quorum} peers that a round needs are here" if live < quorum else "for a round"
+            missing = f"{live} of {quorum} peers that a round needs are here" if live < quorum else ""
             if self._heads.owes():
                 missing = f"for {self._lost()}, which this disk has lost, from somebody who has it"
-            self._core.set_state("waiting", missing)
+        if report.leased:
+            self._core.set_state("training", missing)
+        elif since > self._silence:
+            self._core.set_state("waiting", missing or "for a round")
 
     def _lost(self) -> str:
         owed = self._heads.owed

@@ -253,6 +253,28 @@ def test_a_partition_that_heals_ends_in_one_head() -> None:
         assert fields["lost_averaged"] > 0
 
 
+def test_who_is_below_the_quorum_says_so_while_it_still_has_samples() -> None:
+    swarm = build(2, seed=7, budget={"rounds": 10**6}, round={"first_lease": 10_000, "max_lease": 10_000})
+
+    async def main() -> None:
+        await asyncio.sleep(20)
+        swarm.crash("p1", power_cut=True)
+        await asyncio.sleep(20)
+        swarm.restart("p1")
+        await asyncio.sleep(20)
+
+    swarm.network.run(main())
+    said = [(at, fields) for at, name, fields in swarm.named("state") if name == "p0" and at > 20]
+    reasons = [(at, fields) for at, fields in said if "reason" in fields]
+    assert [fields for _, fields in reasons] == [
+        {"state": "training", "reason": "1 of 2 peers that a round needs are here"}
+    ]
+    assert 2 * swarm.manifest.round.silence < reasons[0][0] - 20 + 2 < 10
+    after = [fields for at, fields in said if at > 40]
+    assert after
+    assert not any("reason" in fields for fields in after)
+
+
 def test_a_restarted_peer_resumes_from_its_disk() -> None:
     swarm = build(3, seed=7, budget={"rounds": 14})
     at_event(swarm, "commit", lambda name, fields: swarm.crash("p1"), step=7)
