@@ -3,8 +3,8 @@
 Every line has ``t``, ``event`` and ``peer`` (see :mod:`atoll.protocol.eventlog`). The events:
 
 ``start``       run, name, version, pid, addresses, device
-``state``       state: starting | joining | training | averaging | waiting | finished | leaving; reason: why it trains in
-                vain for now, or waits
+``state``       state: starting | joining | training | averaging | waiting | finished | leaving;
+                reason: why it waits, or trains in vain for now
 ``progress``    state, round, outer_step, steps, tokens, contributed, loss, tokens_per_s, bytes_sent, bytes_received,
                 peers, trained, held, waited; about every second. steps and tokens since the last contribution;
                 contributed: tokens averaged since the process began; bytes: payload bytes of streams since then; the
