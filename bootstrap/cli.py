@@ -29,7 +29,7 @@ def bootstrap(
             "--state",
             envvar="ATOLL_STATE",
             metavar="DIR",
-            help="State folder: identity and event log. [default: one per run in ~/.local/state/atoll]",
+            help="State folder: identity and event log. \\[default: one per run in ~/.local/state/atoll]",
             show_default=False,
         ),
     ] = None,
@@ -39,7 +39,7 @@ def bootstrap(
             "--listen",
             envvar="ATOLL_LISTEN",
             metavar="MULTIADDR",
-            help="Where to accept peers, e.g. /ip4/0.0.0.0/tcp/31337; repeatable. [default: /ip4/0.0.0.0/tcp/0]",
+            help="Where to accept peers, e.g. /ip4/0.0.0.0/tcp/31337; repeatable. \\[default: /ip4/0.0.0.0/tcp/0]",
             show_default=False,
         ),
     ] = None,
@@ -77,7 +77,8 @@ def bootstrap(
 ) -> int:
     """Start a well-known peer of a run: it serves the signed manifest and the DHT, and prints the run's address.
 
-    Publish that address: it is all that a volunteer needs. Its identity is kept in the state folder, so after a
+    Publish that address: it is all that a volunteer needs. It stands alone on standard output; which run it is of, and
+    the command that joins it, on standard error. The peer's identity is kept in the state folder, so after a
     restart on the same port the address is the same. The run goes on while it is away.
 
     Examples:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def load_run(path: Path, state: Path | None = None) -> Run:
     """
     manifest = Manifest.load(path)
     try:
-        manifest.check_signature()
+        manifest.check_signature(path)
     except SignatureError as error:
         raise SignatureError(f"{path}: {error}") from None
     folder = state if state is not None else default_state(manifest.run_id, "bootstrap-")
@@ -250,7 +251,23 @@ def _tell(options: BootstrapOptions, address: str, signer: Ed25519Signer) -> Non
         fields = {"address": address, "run_id": manifest.run_id.hex(), "name": manifest.name, "peer": signer.peer_id}
         print(json.dumps(fields | {"state": str(options.run.folder)}), flush=True)
     else:
+        # The address alone on standard output: scripts read it there.
         print(address, flush=True)
+        for line in _invitation(manifest, address, options.address_file):
+            print(f"atoll: {line}", file=sys.stderr, flush=True)
+
+
+def _invitation(manifest: Manifest, address: str, file: Path | None) -> list[str]:
+    """What an organiser wants to know beside the address: which run this is, and what others type to join it."""
+    begins = manifest.round.quorum
+    lines = [
+        f"this is the address of run {manifest.run_id.hex()[:12]} ({manifest.name}, {manifest.budget.rounds} rounds); "
+        f"training begins when {begins} {'nodes are' if begins > 1 else 'node is'} there",
+        f"to join: atoll node {address}",
+    ]
+    if file is not None:
+        lines.append(f"to join on this machine: atoll node {shlex.quote(f'@{file.absolute()}')}")
+    return [*lines, f"to see who is there: atoll status {address}"]
 
 
 async def _publish(

@@ -48,7 +48,7 @@ async def anchor_run(text: str, key: Path, commit: str | None, *, as_json: bool,
     address = RunAddress.parse(text)
     owner = load_identity(key)
     with tempfile.TemporaryDirectory(prefix="atoll-anchor-") as folder:
-        client = await RunClient.open(address, Path(folder), timeout)
+        client = await RunClient.open(address, Path(folder), timeout, quiet=as_json)
         try:
             manifest = await client.manifest(timeout)
             if owner.peer_id != manifest.owner:
@@ -196,13 +196,13 @@ def _tell(anchor: Anchor, found: Found, given: int, snapshot: Snapshot, peers: i
         print(json.dumps(fields), flush=True)
         return
     print(
-        f"anchored commit {head.id.hex()[:12]} (outer step {head.outer_step}, round {head.round}), the head of "
+        f"anchored commit {head.id.hex()[:12]} (outer step {head.outer_step}), the head of "
         f"{found.reported} of {found.asked} peers asked; {given} of {peers} have the anchor, and pass it on",
         flush=True,
     )
     best = snapshot.best
     if better(best, head) and best.height > head.height + 5:
-        print(f"note: a peer reports a head of round {best.round}; this commit is older", flush=True)
+        print(f"note: a peer reports a head of outer step {best.outer_step}; this commit is older", flush=True)
 
 
 __all__ = ["anchor_run"]

@@ -36,7 +36,7 @@ def anchor(
         str | None,
         typer.Option(
             "--commit", "-c", metavar="ID", callback=_commit, show_default=False,
-            help="The commit's id, 32 digits of it at least. [default: the head that most peers have]",
+            help="The commit's id, 32 digits of it at least. \\[default: the head that most peers have]",
         ),
     ] = None,
     json: JsonOption = False,

@@ -18,7 +18,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from atoll.protocol.disk import replace_file
-from atoll.protocol.errors import CheckpointError, ManifestError, ResourceError
+from atoll.protocol.errors import CheckpointError, ManifestError, ResourceError, why_unreadable
 
 from .config import ModelConfig
 from .specs import tensor_specs
@@ -98,6 +98,10 @@ def load(path: Path, *, run: str | None = None, model: ModelConfig | None = None
         if not steps:
             raise CheckpointError(f"there is no checkpoint in {path}; expected step-….safetensors and step-….json")
         path = steps[-1]
+    elif not path.with_suffix(".safetensors").exists():
+        raise CheckpointError(
+            f"there is no checkpoint at {path}; give a .safetensors file that atoll wrote, or the folder it lies in"
+        )
     record, data = _read(path.with_suffix(".json")), _read(path.with_suffix(".safetensors"))
     path = path.with_suffix(".safetensors")
     try:
@@ -182,4 +186,6 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror}") from None
+        raise CheckpointError(
+            f"{why_unreadable(path, error)}; a checkpoint is step-….safetensors and step-….json beside it"
+        ) from None

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from atoll.protocol.errors import UsageError
+from atoll.protocol.errors import UsageError, why_unreadable
 from atoll.protocol.shutdown import run_to_end
 
 from .options import Encode, Finish, LogStyle, NodeOptions, ObserverOptions
@@ -32,7 +32,7 @@ StateOption = Annotated[
         "--state",
         envvar="ATOLL_STATE",
         metavar="DIR",
-        help="State folder: identity, commits, event log. [default: one per run in ~/.local/state/atoll]",
+        help="State folder: identity, commits, event log. \\[default: one per run in ~/.local/state/atoll]",
         show_default=False,
     ),
 ]
@@ -71,7 +71,7 @@ ListenOption = Annotated[
         "--listen",
         envvar="ATOLL_LISTEN",
         metavar="MULTIADDR",
-        help="Where to accept peers, e.g. /ip4/0.0.0.0/tcp/31337; repeatable. [default: any free port]",
+        help="Where to accept peers, e.g. /ip4/0.0.0.0/tcp/31337; repeatable. \\[default: any free port]",
         show_default=False,
     ),
 ]
@@ -103,12 +103,18 @@ def read_address(text: str) -> str:
             raise UsageError(f"{text} is a file; write @{text} to read the run address from it")
         return text.strip()
     path = Path(text[1:])
+    wanted = "@FILE reads the run address that `atoll bootstrap --address-file` wrote there; or give it (atoll:…)"
+    if not text[1:]:
+        raise UsageError(f"there is no file name after the @; {wanted}")
     try:
         content = path.read_text().split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read a run address from {path}: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{why_unreadable(path, error)}; {wanted}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not a text file; {wanted}") from None
     if len(content) != 1:
-        raise UsageError(f"{path} should hold one run address and nothing else; found {len(content)} words")
+        found = f"found {len(content)} words" if content else "it is empty"
+        raise UsageError(f"{path} should hold one run address and nothing else; {found}; {wanted}")
     return content[0]
 
 
@@ -121,7 +127,7 @@ def node(
         typer.Option(
             "--name",
             envvar="ATOLL_NAME",
-            help="Public name shown to others; '' for none. [default: two words made from the peer id]",
+            help="Public name shown to others; '' for none. \\[default: two words made from the peer id]",
             show_default=False,
         ),
     ] = None,
@@ -173,7 +179,8 @@ def node(
     """Join a run and train: this is what a volunteer starts.
 
     The node fetches the signed manifest, downloads the run's current state, trains on its own and meets the others
-    every round. Ctrl-C leaves cleanly; started again, it goes on with the same identity.
+    every round. While nobody answers it says what it tries, and ends after --timeout. Ctrl-C leaves cleanly; started
+    again, it goes on with the same identity.
 
     Examples:
 
@@ -254,7 +261,7 @@ def status(
     address: Annotated[
         str | None,
         typer.Argument(
-            metavar="[ADDRESS]",
+            metavar="ADDRESS",
             envvar="ATOLL_ADDRESS",
             help="Run address, or @FILE; not needed with --state.",
             show_default=False,
@@ -332,7 +339,9 @@ def generate(
 ) -> int:
     """Continue a text with a trained checkpoint.
 
-    Example:  atoll generate runs/demo/checkpoint --prompt 'import os' --length 200
+    `atoll swarm` leaves one in its folder, and each node in its state folder under checkpoints.
+
+    Example:  atoll generate runs/demo-20260131-120000/checkpoint --prompt 'import os' --length 200
     """
     from .generate import generate as continue_text
 
@@ -366,7 +375,7 @@ def swarm(
             "-r",
             min=1,
             max=1_000_000,
-            help="Rounds of the run. [default: as many as fit into --minutes]",
+            help="Rounds of the run. \\[default: as many as fit into --minutes]",
             show_default=False,
         ),
     ] = None,
@@ -376,7 +385,7 @@ def swarm(
             "--minutes",
             min=0.5,
             max=100_000,
-            help="How long it may take, all in all. [default: 4; with --manifest as long as its rounds take]",
+            help="How long it may take, all in all. \\[default: 4; with --manifest as long as its rounds take]",
             show_default=False,
         ),
     ] = None,
@@ -387,7 +396,11 @@ def swarm(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="DIR", help="Where everything goes. [default: ./runs/NAME-TIME]", show_default=False
+            "--out",
+            "-o",
+            metavar="DIR",
+            help="Where everything goes. \\[default: ./runs/NAME-TIME]",
+            show_default=False,
         ),
     ] = None,
     seed: Annotated[
@@ -399,8 +412,8 @@ def swarm(
 ) -> int:
     """Run a whole swarm on this machine and show it: a bootstrap peer, N nodes and an observer, all real processes.
 
-    They are the very processes that volunteers run, bound to 127.0.0.1. The printed address lets you add one by hand:
-    `atoll node ADDRESS` in another terminal. At the end: a summary, loss.png, sample.txt, the final checkpoint and
+    They are the very processes that volunteers run, bound to 127.0.0.1. It shows the command that adds one by hand in
+    another terminal. At the end: a summary, loss.png, sample.txt, the final checkpoint and
     report.json. Ctrl-C stops everything within ten seconds.
 
     Examples:
@@ -432,7 +445,7 @@ def compare(
     ctx: typer.Context,
     manifests: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[MANIFEST]...", help="Manifests to compare; the first is the reference."),
+        typer.Argument(metavar="MANIFEST", help="Manifests to compare; the first is the reference."),
     ] = None,
     study: Annotated[
         Path | None,
@@ -444,7 +457,7 @@ def compare(
         ),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option("--seeds", min=1, max=1000, help="Seeds a row. [default: 3]", show_default=False)
+        int | None, typer.Option("--seeds", min=1, max=1000, help="Seeds a row. \\[default: 3]", show_default=False)
     ] = None,
     max_seeds: Annotated[
         int | None,
@@ -458,7 +471,7 @@ def compare(
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option("--tokens", min=1, help="Tokens a run. [default: as the manifests say]", show_default=False),
+        typer.Option("--tokens", min=1, help="Tokens a run. \\[default: as the manifests say]", show_default=False),
     ] = None,
     peers: Annotated[int, typer.Option("--peers", "-n", min=1, max=64, help="Peers of a run.")] = 4,
     real: Annotated[
@@ -494,7 +507,7 @@ def compare(
             min=1e-6,
             metavar="SECONDS",
             help="Of one inner step, for the simulated wall time, and for rounds by time, in rows without a "
-            "scenario.step_time. [default: as measured here]",
+            "scenario.step_time. \\[default: as measured here]",
             show_default=False,
         ),
     ] = None,
@@ -506,7 +519,7 @@ def compare(
             min=1,
             max=1024,
             show_default=False,
-            help="Simulated runs at a time; one with real nodes is alone. [default: one a core]",
+            help="Simulated runs at a time; one with real nodes is alone. \\[default: one a core]",
         ),
     ] = None,
     minutes: Annotated[

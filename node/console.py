@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from .looking import in_words
 from .options import LogStyle
 
 if TYPE_CHECKING:
@@ -39,9 +40,24 @@ def _number(event: dict[str, Any], key: str, form: str, missing: str = "-") -> s
     return format(value, form) if isinstance(value, int | float) and not isinstance(value, bool) else missing
 
 
-def describe(event: dict[str, Any]) -> str | None:
-    """An event in words; None for those that are not worth a line (progress has :func:`describe_progress`)."""
+def outer_step(event: dict[str, Any], of: Any = None) -> str:
+    """How far the run is, the same everywhere: outer steps taken, of those that it has, if that is known."""
+    total = f"/{of}" if isinstance(of, int) and not isinstance(of, bool) and of > 0 else ""
+    return f"outer step {event.get('outer_step', '?')}{total}"
+
+
+def describe(event: dict[str, Any], of: Any = None) -> str | None:
+    """An event in words; None for those that are not worth a line (progress has :func:`describe_progress`).
+
+    of: outer steps of the whole run, from the node's ``start`` event. Progress is told in outer steps; a round's number
+    names an attempt, and stands where that attempt is spoken of.
+    """
     kind = event["event"]
+    if kind == "looking":
+        at = event.get("at") or []
+        return f"looking for run {short(event.get('run'))} at {', '.join(map(str, at)) or '?'}"
+    if kind == "unreached":
+        return in_words(event.get("reasons") or {})
     if kind == "start":
         return (
             f"{event.get('name') or 'node'} starts: peer {event.get('peer')}, run {short(event.get('run'))}, "
@@ -50,6 +66,8 @@ def describe(event: dict[str, Any]) -> str | None:
     if kind == "state":
         reason = event.get("reason")
         return f"now {event.get('state')}" + (f": {reason}" if reason else "")
+    if kind == "resumed":
+        return f"the state folder has {outer_step(event, of)} of the run; going on from there"
     if kind == "seal":
         members = event.get("members") or []
         return (
@@ -59,16 +77,11 @@ def describe(event: dict[str, Any]) -> str | None:
     if kind == "void":
         return f"round {event.get('round')}: void ({event.get('reason')}); everybody keeps what was not averaged"
     if kind == "commit":
-        members = event.get("members") or []
-        alone = "; alone: nobody else took part, so this does not count as progress of the swarm"
-        return (
-            f"round {event.get('round')}: committed outer step {event.get('outer_step')} with {len(members)} members "
-            f"in {_number(event, 'seconds', '.1f')} s{alone if event.get('lone') else ''}"
-        )
+        return _describe_commit(event, of)
     if kind == "resync":
-        return describe_resync(event)
+        return describe_resync(event, of)
     if kind == "evaluation":
-        return f"round {event.get('round')}: held-out loss {_number(event, 'val_loss', '.4f')}"
+        return f"{outer_step(event, of)}: held-out loss {_number(event, 'val_loss', '.4f')}"
     if kind == "refused":
         return f"refused {short(event.get('from'))} ({event.get('fault', 'hostile')}): {event.get('reason')}"
     if kind == "anchor":
@@ -76,7 +89,7 @@ def describe(event: dict[str, Any]) -> str | None:
         where = (
             "" if held is None else f", which is {'' if held else 'not '}in this peer's chain{'' if held else ' (yet)'}"
         )
-        return f"the organiser anchors commit {short(event.get('commit'))} of round {event.get('round')}{where}"
+        return f"the organiser anchors commit {short(event.get('commit'))}, {outer_step(event, of)}{where}"
     if kind == "warning":
         return f"warning: {event.get('message')}"
     if kind == "exit":
@@ -84,7 +97,7 @@ def describe(event: dict[str, Any]) -> str | None:
     return None
 
 
-def describe_resync(event: dict[str, Any]) -> str:
+def describe_resync(event: dict[str, Any], of: Any = None) -> str:
     """Going over to another head, and what that cost."""
     commits, averaged, dropped = (int(event.get(f"lost_{what}") or 0) for what in ("commits", "averaged", "tokens"))
     lost = []
@@ -93,14 +106,36 @@ def describe_resync(event: dict[str, Any]) -> str:
         lost.append(f"{commits}{more} commits that the others do not have, with {averaged:,} tokens of this node's")
     if dropped:
         lost.append(f"{dropped:,} tokens that this node had not brought yet")
-    where = f"round {event.get('round')}: went over to the others' {'chain' if commits else 'head'}"
-    return where + (f"; lost: {' and '.join(lost)}" if lost else "")
+    if event.get("left_round") == 0:
+        did = "fetched the state of the others"
+    else:
+        did = f"went over to the others' {'chain' if commits else 'head'}"
+    return f"{outer_step(event, of)}: {did}" + (f"; lost: {' and '.join(lost)}" if lost else "")
 
 
-def describe_progress(event: dict[str, Any]) -> str:
+def _describe_commit(event: dict[str, Any], of: Any) -> str:
+    members = event.get("members") or []
+    who = f"{len(members)} member{'' if len(members) == 1 else 's'}"
+    took_part = event.get("took_part", True)
+    if not event.get("averaged", event.get("outer_step") != 0):
+        # Of leases alone: a run, or a joiner, begins so.
+        later = "" if took_part else " (caught up)"
+        return f"round {event.get('round')}: hands out samples to {who}, no outer step{later}"
+    if not took_part:
+        return (
+            f"round {event.get('round')}: caught up with {outer_step(event, of)}, averaged by {who} without this node"
+        )
+    alone = "; alone: nobody else took part, so this does not count as progress of the swarm"
+    return (
+        f"round {event.get('round')}: committed {outer_step(event, of)} with {who} "
+        f"in {_number(event, 'seconds', '.1f')} s{alone if event.get('lone') else ''}"
+    )
+
+
+def describe_progress(event: dict[str, Any], of: Any = None) -> str:
     """A progress event in one short line."""
     return (
-        f"{event.get('state', '?')}: outer step {event.get('outer_step', '?')}, step {event.get('steps', 0)}, "
+        f"{event.get('state', '?')}: {outer_step(event, of)}, step {event.get('steps', 0)}, "
         f"loss {_number(event, 'loss', '.3f')}, {_number(event, 'tokens_per_s', ',.0f')} tokens/s, "
         f"out {human_bytes(event.get('bytes_sent') or 0)}, in {human_bytes(event.get('bytes_received') or 0)}, "
         f"{event.get('peers', '?')} peers"
@@ -133,6 +168,8 @@ class ConsoleEcho:
         self._json = style is LogStyle.json
         self._quiet = style is LogStyle.quiet
         self._next_progress = 0.0
+        self._of: Any = None
+        """Outer steps of the run, once its ``start`` has told them."""
         self._live: Live | None = None
         self._console = console
         if not self._json and not self._quiet and console is None:
@@ -152,9 +189,10 @@ class ConsoleEcho:
             sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
             sys.stdout.flush()
             return
+        self._of = event.get("rounds") if event["event"] == "start" else self._of
         if event["event"] == "progress":
-            self._progress(describe_progress(event))
-        elif (text := describe(event)) is not None:
+            self._progress(describe_progress(event, self._of))
+        elif (text := describe(event, self._of)) is not None:
             self._print(text, self._style(event))
 
     def _progress(self, text: str) -> None:
@@ -174,7 +212,9 @@ class ConsoleEcho:
         kind = event["event"]
         if kind in ("warning", "refused", "void") or event.get("lone") or event.get("held") is False:
             return "yellow"
-        return "green" if kind == "commit" else None
+        if kind == "unreached" and event.get("reasons"):
+            return "yellow"
+        return "green" if kind == "commit" and event.get("took_part", True) else None
 
     def close(self) -> None:
         """Take the current line away. Idempotent."""

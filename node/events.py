@@ -2,7 +2,14 @@
 
 Every line has ``t``, ``event`` and ``peer`` (see :mod:`atoll.protocol.eventlog`). The events:
 
-``start``       run, name, version, pid, addresses, device
+Rounds and outer steps: ``outer_step`` is how far the run is, 0 before the first and at its end what ``start`` calls
+``rounds``. ``round`` is the number of an attempt, from 1 on; a void one and one that only hands out samples
+(``averaged`` false) take no outer step, so it runs ahead.
+
+``looking``     run, at (multiaddresses of the run's address); the first event of a start
+``unreached``   reasons ({peer: what was tried and what came of it}): no peer of the run answers yet; again when that
+                changes, and without any once one answers
+``start``       run, name, version, pid, addresses, device, rounds (outer steps of the run)
 ``state``       state: starting | joining | training | averaging | waiting | finished | leaving;
                 reason: why it waits, or trains in vain for now
 ``progress``    state, round, outer_step, steps, tokens, contributed, loss, tokens_per_s, bytes_sent, bytes_received,
@@ -15,8 +22,9 @@ Every line has ``t``, ``event`` and ``peer`` (see :mod:`atoll.protocol.eventlog`
                 still to copy its parameters
 ``void``        round, roster, reason
 ``commit``      round, outer_step, id, parent, members (peer ids), contributors ({peer: share 0 … 1}), tokens and weight
-                (along the chain), seconds (from the seal on), bytes_sent (by this peer, in this round), lone, trained,
-                held, waited (as in progress); with
+                (along the chain), seconds (from the seal on), bytes_sent (by this peer, in this round), lone, took_part
+                (false: made without this process, which has only caught up with it), averaged (false: of leases alone,
+                outer_step stays), trained, held, waited (as in progress); with
                 overlap stopped: seconds for which training has stood still since the seal, at the limit of the overlap
                 and to move its parameters; with overwrite lost_tokens: of the steps made since the freeze
 ``digest``      round, outer_step, commit, digest: the state digest after that commit, hex

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from atoll.protocol.manifest import Manifest
 
 manifest_app = typer.Typer(
-    help="Write, show, sign and check a run's manifest.",
+    help="Write, show, sign and check a run's manifest: `new` writes one, edit it, `sign` completes it, and "
+    "`atoll bootstrap` starts the run.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
@@ -60,7 +62,9 @@ def new(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")] = Path(
         "run.toml"
     ),
-    name: Annotated[str | None, typer.Option(help="Name of the run. [default: the file's]", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the run. \\[default: the file's]", show_default=False)
+    ] = None,
     preset: Annotated[str, typer.Option(help="Size of the model: demo, tiny, 10m, 60m, 150m, 400m, 1b.")] = "demo",
     data: Annotated[
         str, typer.Option(metavar="stdlib|PATH", help="Python's own sources, or a folder or file of text.")
@@ -68,7 +72,7 @@ def new(
     optimizer: Annotated[Optimizer, typer.Option(help="Inner optimizer.")] = Optimizer.muon,
     lr: Annotated[
         float | None,
-        typer.Option(help="Peak inner rate. [default: 0.02 for Muon, 0.003 for AdamW]", show_default=False),
+        typer.Option(help="Peak inner rate. \\[default: 0.02 for Muon, 0.003 for AdamW]", show_default=False),
     ] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences in a step of one peer.", show_default="4")] = None,
     inner_steps: Annotated[
@@ -151,7 +155,7 @@ def new(
     )
     _write(output, to_toml(manifest))
     typer.echo(f"wrote {output}: {manifest.state.parameters:,} parameters, {manifest.budget.rounds} rounds")
-    typer.echo(f"next: atoll manifest sign {output} --key owner.key")
+    typer.echo(f"next: atoll manifest sign {_word(output)} --key owner.key")
     return 0
 
 
@@ -223,13 +227,16 @@ def sign(
     if filled:
         typer.echo(f"filled in {', '.join(filled)}")
     typer.echo(f"signed {file}: run id {signed.run_id.hex()}")
-    typer.echo(f"next: atoll bootstrap --manifest {file}")
+    typer.echo(f"next: atoll bootstrap --manifest {_word(file)}")
     return 0
 
 
 @manifest_app.command()
 def check(file: FileArgument) -> int:
-    """Say what is wrong with a manifest (exit code 3), or that it is ready, and what it resolves to."""
+    """Say what is wrong with a manifest (exit code 3), or that it is ready, and what it resolves to.
+
+    A manifest that is not signed yet is not ready.
+    """
     from atoll.protocol.errors import ManifestError
 
     from .run_defaults import Tables, data_here, verify
@@ -242,8 +249,11 @@ def check(file: FileArgument) -> int:
     except ManifestError as error:
         problems.append(str(error))
     try:
-        manifest.check_signature()
+        manifest.check_signature(file)
     except ManifestError as error:
+        if not problems and not manifest.signature:
+            # Nothing is wrong with it; it is where it should be between `new` and `sign`.
+            raise type(error)(f"{file} is complete, but {str(error).removeprefix('the manifest is ')}") from None
         problems.append(str(error))
     if problems or tables is None:
         raise ManifestError(f"{file}: {'; '.join(problems)}")
@@ -285,8 +295,17 @@ def _load(file: Path) -> Manifest:
     try:
         return Manifest.load(file)
     except ManifestError as error:
-        hint = "; atoll manifest sign fills in derived fields" if ": missing; expected" in str(error) else ""
+        hint = (
+            f"; fill in what follows from the rest with: atoll manifest sign {_word(file)} --key owner.key"
+            if ": missing; expected" in str(error)
+            else ""
+        )
         raise type(error)(f"{error}{hint}") from None
+
+
+def _word(path: Path) -> str:
+    """A path as a shell takes it for one word."""
+    return shlex.quote(str(path))
 
 
 def _signature(manifest: Manifest) -> str:

@@ -24,6 +24,7 @@ from atoll.protocol.shutdown import aside, ending
 from atoll.protocol.statefolder import StateFolder, default_state
 
 from .config import DataConfig, InnerConfig, ModelConfig, to_toml
+from .looking import tell_reasons
 from .peerbook import PeerBook
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ async def open_session(
         signer = load_or_create_identity(folder / IDENTITY_FILE)
         log = EventLog(folder / EVENT_FILE, signer.peer_id, echo=echo)
         stack.callback(log.close)
+        log.write("looking", run=run.run_id, at=list(run.peers))
         # Seconds, in which Ctrl-C must be heard.
         await aside(partial(importlib.import_module, "atoll.protocol.hivemind_transport"))
         from atoll.protocol.hivemind_transport import HivemindTransport
@@ -88,6 +90,11 @@ async def open_session(
             client_mode=client_mode, seed=seed, threads=2, require_seed=False,
         )  # fmt: skip
         stack.push_async_callback(transport.close)
+        # With the manifest of an earlier start nothing below waits for the network, and this goes on beside.
+        looking = asyncio.create_task(
+            tell_reasons(transport, lambda reasons: log.write("unreached", reasons=dict(reasons)))
+        )
+        stack.callback(looking.cancel)
         if manifest is None:
             await transport.wait_joined(timeout)
             manifest = await manifest_of(transport, run, timeout)

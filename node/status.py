@@ -18,6 +18,7 @@ from atoll.protocol.messages import GENESIS, Head, better
 
 from .console import short
 from .events import EVENT_FILE, last_events, last_head_time
+from .looking import Reasons, in_words, tell_reasons
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -121,7 +122,8 @@ class RunClient:
         return self._manifest
 
     @classmethod
-    async def open(cls, address: RunAddress, folder: Path, timeout: float) -> RunClient:
+    async def open(cls, address: RunAddress, folder: Path, timeout: float, *, quiet: bool = False) -> RunClient:
+        """Raises :class:`NetworkError` when no peer of the run answers in time. quiet: say nothing while waiting."""
         from atoll.protocol.hivemind_transport import HivemindTransport
         from atoll.protocol.identity import load_or_create_identity
         from atoll.protocol.records import RecordGate
@@ -135,11 +137,15 @@ class RunClient:
             validator=gate,
             client_mode=True,
         )
+        looking = None if quiet else asyncio.create_task(tell_reasons(transport, _say))
         try:
             await transport.wait_joined(timeout)
         except BaseException:
             await transport.close()
             raise
+        finally:
+            if looking is not None:
+                looking.cancel()
         return cls(address, transport, signer)
 
     async def read(self, timeout: float) -> Snapshot:
@@ -200,11 +206,17 @@ class RunClient:
         await self._transport.close()
 
 
+def _say(reasons: Reasons) -> None:
+    """On standard error: what the command has found out is all that belongs on the other."""
+    if reasons:
+        print(f"atoll: {in_words(reasons)}", file=sys.stderr, flush=True)
+
+
 async def show_status(text: str, *, as_json: bool, watch: bool, every: float, timeout: float) -> int:
     """The command with an address. Raises :class:`NetworkError` (exit code 4) when nobody answers."""
     address = RunAddress.parse(text)
     with tempfile.TemporaryDirectory(prefix="atoll-status-") as folder:
-        session = await RunClient.open(address, Path(folder), timeout)
+        session = await RunClient.open(address, Path(folder), timeout, quiet=as_json)
         try:
             snapshot = await session.read(timeout)
             if not watch:
@@ -250,9 +262,9 @@ def render(snapshot: Snapshot, now: float) -> RenderableType:
         ("name", False),
         ("peer", False),
         ("state", False),
-        ("round", True),
+        ("outer step", True),
         ("head", False),
-        ("step", True),
+        ("step time", True),
         ("tokens", True),
         ("version", False),
         ("seen", True),
@@ -264,7 +276,7 @@ def render(snapshot: Snapshot, now: float) -> RenderableType:
             Text(record.name or "-"),
             short(record.peer),
             record.state,
-            str(record.head.round),
+            str(record.head.outer_step) if record.head.height or record.state in TRAINERS else "-",
             Text(record.head.id.hex()[:8] if record.head.height else "none", "" if not behind else "yellow"),
             f"{record.step_time * 1000:.0f} ms" if record.step_time else "-",
             f"{record.tokens:,}",
@@ -274,7 +286,7 @@ def render(snapshot: Snapshot, now: float) -> RenderableType:
     nodes = sum(record.state in TRAINERS for record in snapshot.records)
     training = sum(record.state == "training" for record in snapshot.records)
     head = (
-        f"best head {best.id.hex()[:12]}, outer step {best.outer_step}, round {best.round}, {best.weight:,} tokens"
+        f"best head {best.id.hex()[:12]}, outer step {best.outer_step} (round {best.round}), {best.weight:,} tokens"
         if best.height
         else "nothing committed yet"
     )
@@ -283,8 +295,8 @@ def render(snapshot: Snapshot, now: float) -> RenderableType:
         held = sum(snapshot.holds(record) for record in snapshot.records)
         of = sum(record.head.height > 0 for record in snapshot.records)
         head += (
-            f"\nanchor: commit {anchor.head.id.hex()[:12]}, outer step {anchor.head.outer_step}, round "
-            f"{anchor.head.round}, in the chains of {held} of {of}"
+            f"\nanchor: commit {anchor.head.id.hex()[:12]}, outer step {anchor.head.outer_step} (round "
+            f"{anchor.head.round}), in the chains of {held} of {of}"
         )
     title = Text(f"run {snapshot.address.run_id.hex()[:12]}: {nodes} nodes, {training} of them training now, {head}")
     return Group(title, table)
@@ -326,16 +338,17 @@ def show_local(state: Path, *, as_json: bool) -> int:
 
 
 def _local_lines(fields: dict[str, dict[str, Any] | None], now: float) -> Sequence[str]:
-    from .console import describe, describe_progress, describe_use
+    from .console import describe, describe_progress, describe_use, outer_step
 
     lines = []
+    of = (fields.get("start") or {}).get("rounds")
     for kind, event in fields.items():
         if event is None:
             continue
-        text = describe_progress(event) if kind == "progress" else describe(event)
+        text = describe_progress(event, of) if kind == "progress" else describe(event, of)
         if kind == "progress" and (use := describe_use(event)):
             text = f"{text}; {use}"
         if kind == "digest":
-            text = f"state digest {str(event.get('digest'))[:16]}… after round {event.get('round')}"
+            text = f"state digest {str(event.get('digest'))[:16]}… after {outer_step(event, of)}"
         lines.append(f"{max(0.0, now - float(event.get('t') or now)):6.0f} s ago  {text}")
     return lines

@@ -197,7 +197,10 @@ class RunAddress:
                 f"run address: {text[:60]!r} is a multiaddress; expected {form}, as atoll bootstrap prints it"
             )
         if not text.startswith(SCHEME):
-            raise AddressError(f"run address: expected it to begin with {SCHEME!r}, found {text[:40]!r}")
+            raise AddressError(
+                f"run address: expected it to begin with {SCHEME!r}, found {text[:40]!r}; it is what atoll "
+                "bootstrap prints, or @FILE for one that stands in a file"
+            )
         run, at, rest = text[len(SCHEME) :].partition("@")
         if not at:
             raise AddressError(f"run address: expected {form}; there is no '@' after the run id: is it cut short?")

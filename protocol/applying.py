@@ -100,7 +100,7 @@ class Applying:
         self._note_members(body, stake.me)
         self._name_outsized(body, checked)
         more = await self._handing.finish(commit_id, body, stake, way, applied)
-        self._log_commit(commit_id, commit, seconds, more)
+        self._log_commit(commit_id, commit, seconds, stake.me is not None, more)
         self._ends.add(commit)
         self._flights.pass_head(self._core.head)
         self._arrived()
@@ -164,7 +164,7 @@ class Applying:
         if self._island is not None:
             await self._training.thaw(body.fragment)
 
-    def _log_commit(self, commit_id: bytes, commit: Commit, seconds: float, more: dict[str, Any]) -> None:
+    def _log_commit(self, commit_id: bytes, commit: Commit, seconds: float, member: bool, more: dict[str, Any]) -> None:
         body = commit.body
         names = [member.peer for member in body.seal.members]
         shares = contributed(body.seal, body.chunks, self._layout)
@@ -173,7 +173,7 @@ class Applying:
             id=commit_id.hex(), parent=body.parent.hex(), members=names,
             contributors=dict(zip(names, shares, strict=True)),
             tokens=body.tokens, weight=body.weight, seconds=seconds, lone=len(names) == 1,
-            votes=len(commit.votes), cursor=body.cursor, **more,
+            votes=len(commit.votes), cursor=body.cursor, took_part=member, averaged=bool(body.chunks), **more,
         )  # fmt: skip
 
     async def follow(self, commit_id: bytes, commit: Commit) -> None:

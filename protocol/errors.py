@@ -36,6 +36,8 @@ Whose fault an error is (:class:`Fault`) stands at the right; where nothing stan
 
 from __future__ import annotations
 
+import errno
+import os
 from enum import Enum
 from typing import ClassVar
 
@@ -68,6 +70,18 @@ def fault_of(error: BaseException) -> Fault:
     if isinstance(error, AtollError):
         return error.fault
     return Fault.SLOW if isinstance(error, TimeoutError) else Fault.LOCAL
+
+
+def why_unreadable(path: str | os.PathLike[str], error: OSError) -> str:
+    """Why a file that a user has named cannot be read, in words: a message begins with it and says what to do."""
+    kinds = {
+        errno.ENOENT: f"there is no file {path}",
+        errno.EISDIR: f"{path} is a folder, not a file",
+        errno.ENOTDIR: f"there is no file {path}: a part of that path is a file, not a folder",
+        errno.EACCES: f"no permission to read {path}",
+        errno.EPERM: f"no permission to read {path}",
+    }
+    return kinds.get(error.errno or 0, f"cannot read {path}: {error.strerror or error}")
 
 
 class UsageError(AtollError):

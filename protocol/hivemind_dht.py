@@ -34,6 +34,7 @@ from .hivemind_import import (
     dht_pb2,
 )
 from .transport import Dht, PeerId
+from .which import NOT_SERVED
 
 log = logging.getLogger(__name__)
 
@@ -270,10 +271,7 @@ class HivemindDht(Dht):
             reason = "connected, but it does not answer"
         except Exception as error:
             text = str(error)
-            if "not supported" in text:
-                reason = "it does not serve this run: another run, or another version of atoll"
-            else:
-                reason = f"it does not answer: {' '.join(text.split())[:200]}"
+            reason = NOT_SERVED if "not supported" in text else f"it does not answer: {' '.join(text.split())[:200]}"
         else:
             if response.peer and response.peer.node_id:
                 await protocol.update_routing_table(DHTID.from_bytes(response.peer.node_id), who)

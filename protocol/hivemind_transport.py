@@ -46,6 +46,7 @@ from .ports import reserve
 from .quota import StreamQuota
 from .records import BUCKETS, dht_key
 from .transport import P, PeerId, R, Standing, Stream, Transport
+from .which import NOT_SERVED, STREAMS, WHICH, ask_which, which_handler
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ _GIVE_WAY = 0.3
 _MAX_BOOK = 4096
 _CLOSE_STREAMS = 1.5
 _CLOSE_DAEMON = 1.5
+_WHICH_TIMEOUT = 3.0
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
@@ -122,7 +124,7 @@ class HivemindTransport(Transport):
         self._seeds = _parse_seeds(seeds, self.peer_id)
         self._jitter = random.Random()
         self._pool = ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="atoll-offload")
-        self._handlers: dict[str, Callable[[Stream], Awaitable[None]]] = {}
+        self._handlers: dict[str, Callable[[Stream], Awaitable[None]]] = {WHICH: which_handler(self._run)}
         self._handling: set[asyncio.Task[None]] = set()
         self._quota = StreamQuota()
         self._streams: dict[FrameStream, asyncio.Task[None] | None] = {}
@@ -331,20 +333,31 @@ class HivemindTransport(Transport):
             async with asyncio.timeout(timeout):
                 await self._dht.joined.wait()
         except TimeoutError:
-            reasons = "; ".join(self.seed_status().values())
+            reasons = list(self.seed_status().values())
+            # Where somebody else answers, the reason itself says what to do.
+            known = all(" answers: " in reason for reason in reasons)
+            check = "that the address is the newest one, that the peer there runs, and that no firewall is in between"
+            advice = "" if known else f". Check {check}"
             raise NetworkError(
-                f"no peer of the run could be reached within {timeout:g} s: {reasons}. Check that the address is "
-                "the newest one, that the peer there runs, and that no firewall is in between"
+                f"no peer of the run could be reached within {timeout:g} s: {'; '.join(reasons)}{advice}"
             ) from None
 
     def seed_status(self) -> dict[PeerId, str]:
-        """For every seed: ``"reached"``, or why not."""
+        """For every seed: ``"reached"``, or its addresses and why not."""
+        return {item.peer: "reached" for item in self._seeds} | self.unreached()
+
+    def unreached(self) -> dict[PeerId, str]:
+        """For every seed that has not answered: its addresses, and why not."""
         return {
-            item.peer: "reached"
-            if item.reason is None
-            else f"{', '.join(item.addresses)}: {item.reason or 'it was not tried yet'}"
+            item.peer: item.reason or f"{', '.join(item.addresses)}: no answer yet"
             for item in self._seeds
+            if item.reason is not None
         }
+
+    @property
+    def joined(self) -> bool:
+        """Whether another peer of the run is known now."""
+        return self._dht.joined.is_set()
 
     def neighbours(self) -> list[PeerId]:
         """Peers of the run that the DHT node knows now."""
@@ -501,9 +514,21 @@ class HivemindTransport(Transport):
             if problem is not None:
                 return problem
             await self._dial(self._daemon_now(), item.peer, item.addresses, _DIAL_TIMEOUT)
-            return await self._dht.ping(item.peer)
+            reason = await self._dht.ping(item.peer)
+            if reason == NOT_SERVED:
+                reason = await self._what_it_serves(item.peer)
         except TransportError as error:
-            return str(error)
+            reason = str(error)
+        return reason and f"{', '.join(item.addresses)}: {reason}"
+
+    async def _what_it_serves(self, peer: PeerId) -> str:
+        """Why a peer that answers does not serve this run, as far as it says so itself."""
+        try:
+            async with asyncio.timeout(_WHICH_TIMEOUT):
+                pipe = await self._daemon_now().open(peer, WHICH, _WHICH_TIMEOUT)
+                return await ask_which(self._stream(pipe, peer), self._run)
+        except (TransportError, TimeoutError):
+            return NOT_SERVED
 
     async def _explore(self) -> None:
         for wait in _EXPLORE_AT:
@@ -527,7 +552,7 @@ class HivemindTransport(Transport):
     # Streams
 
     def _protocol(self, protocol: str) -> str:
-        return f"/atoll/3/{self._run}/{protocol}"
+        return f"/atoll/{STREAMS}/{self._run}/{protocol}"
 
     def _stream(self, pipe: Pipe, peer: PeerId) -> FrameStream:
         stream = FrameStream(pipe, peer, clock=self.now, on_moved=self._moved, on_closed=self._finishing)
@@ -652,11 +677,11 @@ async def _try_ports(addresses: list[str]) -> str | None:
             writer.close()
             return None
         except TimeoutError:
-            problems.append(f"nobody answers at {address}: no answer within {_DIAL_TIMEOUT:g} s")
+            problems.append(f"{address}: no answer within {_DIAL_TIMEOUT:g} s")
         except ConnectionRefusedError:
-            problems.append(f"nobody answers at {address}: refused")
+            problems.append(f"{address}: connection refused, nobody listens there")
         except socket.gaierror:
-            problems.append(f"nobody answers at {address}: the host name is unknown")
+            problems.append(f"{address}: the host name is unknown")
         except OSError as error:
-            problems.append(f"nobody answers at {address}: {error.strerror or error}")
+            problems.append(f"{address}: {(error.strerror or str(error)).lower()}")
     return "; ".join(problems)

@@ -19,7 +19,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from .errors import AtollError, ResourceError, StateError
+from .errors import AtollError, ResourceError, StateError, why_unreadable
 from .transport import PeerId
 
 log = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ def load_identity(path: str | os.PathLike[str]) -> Ed25519Signer:
     except FileNotFoundError:
         raise StateError(f"there is no identity file at {path}; check the path") from None
     except OSError as error:
-        raise StateError(f"cannot read the identity file {path}: {error.strerror}") from None
+        raise StateError(f"{why_unreadable(path, error)}; expected an identity file, a private key") from None
     try:
         signer = Ed25519Signer.unmarshal(data)
     except ValueError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ from pydantic import (
 
 from .canonical import canonical_json
 from .codecs import CODECS
-from .errors import ManifestError, SignatureError, VersionError
+from .errors import ManifestError, SignatureError, VersionError, why_unreadable
 from .explain import explain, shown
 from .fragments import make_layout
 from .identity import Signer, public_key_of, verify
@@ -887,10 +888,12 @@ class Manifest(_Section):
         owned = self.from_dict(self._signed_part() | {"owner": signer.peer_id})
         return self.from_dict(owned._signed_part() | {"signature": signer.sign(manifest_bytes(owned.run_id)).hex()})
 
-    def check_signature(self) -> None:
-        """Raise :class:`SignatureError` unless the owner's signature is there and verifies."""
+    def check_signature(self, path: str | os.PathLike[str] = "FILE") -> None:
+        """Raise :class:`SignatureError` unless the owner's signature is there and verifies. path: whence it was read,
+        for the message."""
         if not self.owner or not self.signature:
-            raise SignatureError("the manifest is not signed; sign it with: atoll manifest sign FILE --key KEYFILE")
+            command = f"atoll manifest sign {shlex.quote(os.fspath(path))} --key owner.key"
+            raise SignatureError(f"the manifest is not signed yet; sign it with: {command}")
         if not verify(PeerId(self.owner), manifest_bytes(self.run_id), bytes.fromhex(self.signature)):
             raise SignatureError(
                 f"the signature of the manifest is not {self.owner}'s: it was changed after signing; get the "
@@ -987,7 +990,7 @@ def read_manifest_file(path: str | os.PathLike[str]) -> bytes:
     except FileNotFoundError:
         raise ManifestError(f"there is no manifest at {path}; write one with: atoll manifest new -o {path}") from None
     except OSError as error:
-        raise ManifestError(f"cannot read the manifest {path}: {error.strerror}") from None
+        raise ManifestError(f"{why_unreadable(path, error)}; expected a manifest, a TOML file") from None
     return data
 
 

@@ -427,7 +427,10 @@ def explain(message: str, peer: PeerId | None) -> str:
     who = peer or "the p2p daemon"
     mismatch = re.search(r"peer id mismatch: expected (\w+), but remote key matches (\w+)", message)
     if mismatch:
-        return f"the peer there is {mismatch[2]}, not {mismatch[1]}: the address is of another peer or run"
+        return (
+            f"another peer id answers: {mismatch[2]}, not {mismatch[1]} as the address says. What runs there has "
+            "another identity: ask for the newest address"
+        )
     dialled = sorted(set(re.findall(r"\[(/(?:ip|dns)[^\]\s]+)\]", message)))
     where = f" at {', '.join(dialled[:4])}" if dialled else ""
     known = [

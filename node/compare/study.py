@@ -39,7 +39,7 @@ from typing import Any
 from blake3 import blake3
 
 from atoll.node.run_defaults import complete
-from atoll.protocol.errors import ConfigError, UsageError
+from atoll.protocol.errors import ConfigError, UsageError, why_unreadable
 from atoll.protocol.manifest import LATER, Manifest
 
 from .lowrank import largest_rank
@@ -143,7 +143,7 @@ def read_study(path: Path, base: Manifest | None, defaults: Mapping[str, Any]) -
     try:
         raw = tomllib.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"cannot read the study {path}: {error.strerror}") from None
+        raise ConfigError(f"{why_unreadable(path, error)}; expected a study, a TOML file (docs/compare.md)") from None
     except (UnicodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} is not a TOML file: {error}") from None
     _known(raw, ("base", "tokens", "seeds", "margin", "manifest", "scenario", "row"), str(path))

@@ -10,6 +10,7 @@ import datetime
 import errno
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -123,10 +124,10 @@ def _run(run: _Run, manifest: Manifest) -> int:
         started=run.started,
         deadline=run.started + plan.total,
         bars=run.bars,
-        join=f"{_short_path(Path(sys.argv[0]))} node @{_short_path(run.out / 'address')}"
-        if Path(sys.argv[0]).name == "atoll"
-        else f"{sys.executable} -m atoll node @{_short_path(run.out / 'address')}",
+        join=_join(run, _short_path),
     )
+    if not run.console.is_terminal:  # where it is, the live view says so, in the paths of this folder
+        run.say(f"join by hand, in another terminal: {_join(run, Path.absolute)}")
     interrupted = _watch(run, header, manifest, plan)
     if interrupted:
         run.say("stopping …")
@@ -214,8 +215,8 @@ def _plan(run: _Run, manifest: Manifest) -> tuple[Manifest, Plan]:
     if fixed is not None:
         plan = Plan(fixed, plan.start, plan.per_round, plan.finish)
     run.say(
-        f"an inner step takes {costs.step * 1000:.1f} ms; {plan.rounds} rounds of about {plan.per_round:.1f} s "
-        f"should end {table.human_time(run.elapsed() + plan.total)} after the start"
+        f"an inner step takes {costs.step * 1000:.1f} ms; {plan.rounds} round{'' if plan.rounds == 1 else 's'} of "
+        f"about {plan.per_round:.1f} s should end {table.human_time(run.elapsed() + plan.total)} after the start"
     )
     owner = load_or_create_identity(run.out / "owner.key")
     manifest = manifest.replace(budget={"rounds": plan.rounds}).sign(owner)
@@ -323,10 +324,20 @@ def _short_path(path: Path) -> str:
         return str(path)
 
 
+def _join(run: _Run, path: Callable[[Path], Path | str]) -> str:
+    """The command that adds a node by hand. path: how paths are written."""
+    program = Path(sys.argv[0])
+    words = [path(program)] if program.name == "atoll" else [sys.executable, "-m", "atoll"]
+    words += ["node", f"@{path(run.out / 'address')}"]
+    if run.options.data is not None:
+        words += ["--data", path(run.options.data)]
+    return shlex.join(map(str, words))
+
+
 def _rounds(manifest: Manifest, number: int) -> str:
     rules = manifest.round
     of = f" in {rules.fragments} fragments" if rules.fragments > 1 else ""
-    return f"{number} rounds of {rules.inner_steps} steps{of}"
+    return f"{number} round{'' if number == 1 else 's'} of {rules.inner_steps} steps{of}"
 
 
 def _begun(header: table.Header, now: float) -> table.Header:
@@ -418,7 +429,7 @@ def _verdict(run: _Run, report: dict[str, Any], interrupted: bool) -> int:
         return 1
     if report["rounds"] < report["planned_rounds"]:
         print(
-            f"atoll: error: the swarm ended after {report['rounds']} of {report['planned_rounds']} rounds",
+            f"atoll: error: the swarm ended after {report['rounds']} of {report['planned_rounds']} outer steps",
             file=sys.stderr,
         )
         return 1

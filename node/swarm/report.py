@@ -112,14 +112,19 @@ def summary(report: Mapping[str, Any]) -> list[str]:
     loss = report["final_val_loss"]
     first = report["val_loss"][0][1] if report["val_loss"] else None
     pace, traffic = report["seconds_per_round"]["p50"], [count for _, count in report["bytes_per_round"] if count]
+    plural = "" if report["rounds"] == 1 else "s"
     lines = [
-        f"{report['rounds']} outer steps by {report['nodes']} nodes in {human_time(report['seconds'])}, "
+        f"{report['rounds']} outer step{plural} by {report['nodes']} nodes in {human_time(report['seconds'])}, "
         f"{human_count(report['tokens'])} tokens" + (" (interrupted)" if report["interrupted"] else ""),
         f"held-out loss {first:.3f} -> {loss:.3f} nats per byte" + (f"   (tables: {bars})" if bars else "")
         if loss is not None and first is not None
         else "held-out loss: none was measured",
         f"state digests equal at every round: {'yes' if report['digests_equal'] else 'NO'}"
-        + (f" (they differ at {report['unequal_rounds']})" if report["unequal_rounds"] else "")
+        + (
+            f" (they differ after rounds {', '.join(map(str, report['unequal_rounds']))})"
+            if report["unequal_rounds"]
+            else ""
+        )
         + ("" if report["digests_compared"] else " (none was logged)"),
     ]
     between = (report["seconds_between_commits"] or {}).get("p50")

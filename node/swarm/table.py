@@ -104,7 +104,7 @@ def _nodes(ledger: Ledger) -> Table:
         ("node", "left"),
         ("peer", "left"),
         ("state", "left"),
-        ("round", "right"),
+        ("outer step", "right"),
         ("steps", "right"),
         ("loss", "right"),
         ("tokens/s", "right"),
@@ -117,7 +117,13 @@ def _nodes(ledger: Ledger) -> Table:
         if row.source.startswith("node"):
             table.add_row(*_cells(row))
     for peer, last in ledger.outside().items():
-        table.add_row(Text("by hand"), short_peer(peer), Text("in roster", "magenta"), str(last), *[""] * 6)
+        table.add_row(
+            Text("by hand"),
+            short_peer(peer),
+            Text("in roster", "magenta"),
+            str(ledger.commits[last].outer_step),
+            *[""] * 6,
+        )
     return table
 
 
@@ -128,7 +134,7 @@ def _cells(row: NodeRow) -> list[RenderableType]:
         row.source,
         short_peer(row.peer),
         Text(state, style),
-        "" if row.round is None else str(row.round),
+        "" if row.outer_step is None else str(row.outer_step),
         str(row.steps),
         "" if row.loss is None else f"{row.loss:.3f}",
         "" if row.tokens_per_s is None else human_count(row.tokens_per_s),
@@ -149,7 +155,7 @@ def _loss(ledger: Ledger, header: Header) -> list[RenderableType]:
     bars = Table.grid(padding=(0, 1))
     entries = [(name, value, "dim") for name, value in header.bars.items()]
     if curve:
-        entries.append((f"swarm, round {curve[-1].round}", curve[-1].val_loss, "bold green"))
+        entries.append((f"swarm, outer step {curve[-1].outer_step}", curve[-1].val_loss, "bold green"))
     for name, value, style in entries:
         bars.add_row(
             Text(name, style), Text(f"{value:.3f}", style), Text("█" * max(1, round(value / scale * 40)), style)

@@ -100,6 +100,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except AtollError as error:
         return _fail(str(error), error.exit_code)
     except _ClickException as error:
+        if not error.format_message().strip():  # `atoll manifest` alone: its help has been shown instead
+            return int(error.exit_code)
         context = getattr(error, "ctx", None)
         hint = f" (see '{context.command_path} --help')" if context is not None else ""
         return _fail(error.format_message() + hint, error.exit_code)

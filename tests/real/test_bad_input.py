@@ -21,6 +21,7 @@ import pytest
 
 from atoll.node import checkpoint
 from atoll.node.config import ModelConfig
+from atoll.node.events import read_events
 from atoll.node.specs import count_parameters
 from atoll.protocol.address import Multiaddr, RunAddress
 from atoll.protocol.identity import Ed25519Signer, load_identity
@@ -34,7 +35,7 @@ from .harness import LOOPBACK, MODEL, OWNER, Place, Swarm, place, small_manifest
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
-MANIFEST, NETWORK, DATA, STATE, RESOURCE, VERSION = 3, 4, 5, 6, 7, 8
+USAGE, MANIFEST, NETWORK, DATA, STATE, RESOURCE, VERSION = 2, 3, 4, 5, 6, 7, 8
 """The documented exit codes (protocol/errors.py)."""
 PATIENCE = 60.0
 """Seconds within which an error must have been said on a busy machine."""
@@ -73,8 +74,9 @@ class World:
         assert done.returncode == code, told
         assert done.stderr.startswith("atoll: error: "), told
         assert done.stderr.count("\n") == 1, told
-        # A swarm says what it does; whatever is meant for scripts says nothing but its result.
-        assert done.stdout == "" or arguments[0] == "swarm", told
+        # Swarms and nodes say what they do; whatever is meant for scripts says nothing but its result.
+        speaks = arguments[0] == "swarm" or (arguments[0] in ("node", "observe") and "quiet" not in arguments)
+        assert done.stdout == "" or speaks, told
         for word in words:
             assert word in done.stderr, told
         assert set(self.here.temporary.iterdir()) <= temporary
@@ -152,7 +154,7 @@ def test_manifest_that_is_missing_or_unsigned(world: World) -> None:
     world.refused(MANIFEST, ["no manifest", "manifest new"], "bootstrap", "--manifest", "nowhere.toml")
     path = world.folder / "unsigned.toml"
     path.write_text(world.manifest.replace(name="other").to_toml())
-    world.refused(MANIFEST, ["not signed", "manifest sign"], "bootstrap", "--manifest", str(path))
+    world.refused(MANIFEST, ["not signed", f"manifest sign {path} --key"], "bootstrap", "--manifest", str(path))
 
 
 def test_swarm_of_fewer_nodes_than_its_quorum(world: World) -> None:
@@ -194,8 +196,33 @@ def test_address_with_another_peers_id(world: World) -> None:
 def test_address_of_another_run(world: World) -> None:
     other = small_manifest(world.folder / "text", outer={"momentum": 0.3})
     address = str(RunAddress(other.run_id, [str(world.seed())]))
-    message = world.refused(NETWORK, ["run"], *world.node(address, "--timeout", "5", state="run"))
-    assert "another run" in message or other.run_id.hex()[:8] in message
+    words = ["another run answers", world.manifest.run_id.hex()[:16], other.run_id.hex()[:16], "organiser"]
+    message = world.refused(NETWORK, words, *world.node(address, "--timeout", "5", state="run"))
+    assert "firewall" not in message
+    # It was said long before, too.
+    events = [e for e in read_events(world.folder / "run" / "events.jsonl") if e["event"] in ("looking", "unreached")]
+    assert [e["event"] for e in events] == ["looking", "unreached"]
+    assert events[0]["at"] == [str(world.seed())]
+    assert "another run answers" in events[1]["reasons"][str(world.seed().peer)]
+
+
+def test_address_in_a_file_that_is_not_there(world: World) -> None:
+    for command in ("node", "status", "observe"):
+        words = ["there is no file nofile", "atoll bootstrap --address-file"]
+        line = world.refused(USAGE, words, command, "@nofile")
+        assert "Errno" not in line
+    (world.folder / "nothing").write_text("")
+    world.refused(USAGE, ["nothing should hold one run address", "it is empty"], "status", "@nothing")
+
+
+def test_what_status_tries_is_said_before_it_gives_up(world: World) -> None:
+    wrong = str(world.seed().at(STRANGER.peer_id))
+    done = world.run(["status", str(RunAddress(world.manifest.run_id, [wrong])), "--timeout", "8"])
+    assert done.returncode == NETWORK
+    said, error = done.stderr.splitlines()
+    assert said.startswith("atoll: no peer of the run answers yet, trying on: ")
+    assert "another peer id answers" in said
+    assert error.startswith("atoll: error: ")
 
 
 # ---------------------------------------------------------------------- data
@@ -497,6 +524,8 @@ def test_zz_nothing_was_left(world: World) -> None:
     """Last: after all of that, one bootstrap peer runs, unharmed, and nothing else."""
     expected = {world.swarm.bootstrap.pid, *world.swarm.bootstrap.below()}
     assert set(leaks.marked(world.here.mark)) == expected
-    assert world.swarm.bootstrap.err.read_text() == ""
+    said = world.swarm.bootstrap.err.read_text()
+    assert f"to join: atoll node {world.swarm.address}" in said
+    assert not any(word in said for word in ("warning", "error"))
     identity = load_identity(world.folder / "bootstrap" / "identity.key")
     assert identity.peer_id == world.seed().peer

@@ -107,6 +107,11 @@ def test_more_peers_than_a_group_holds_take_turns() -> None:
     assert all(len(fields["members"]) <= 4 for fields in commits.values())
     taken = {member for fields in commits.values() for member in fields["members"]}
     assert len(taken) == 7
+    # Each log tells the rounds that its peer was in from those that it has only caught up with.
+    told = [(name, fields) for _, name, fields in swarm.named("commit")]
+    assert all(fields["took_part"] == (f"sim-{name}" in fields["members"]) for name, fields in told)
+    assert {fields["took_part"] for _, fields in told} == {True, False}
+    assert all(fields["averaged"] == (sum(fields["contributors"].values()) > 0) for _, fields in told)
 
 
 def test_a_slow_peer_gives_what_it_has() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from atoll.bootstrap.anchors import ANCHOR_FILE, AnchorKeeper
-from atoll.bootstrap.entry import PORT_FILE, _keep_port, _same_port, wait_for_port
+from atoll.bootstrap.entry import PORT_FILE, BootstrapOptions, Run, _keep_port, _same_port, _tell, wait_for_port
 from atoll.node.events import read_events
 from atoll.protocol.anchor import Anchor, seal_anchor
 from atoll.protocol.anchoring import exchange
@@ -93,6 +95,26 @@ def test_it_keeps_the_newest_anchor_over_restarts_and_hands_it_out(tmp_path: Pat
     log.close()
     events = [(e["event"], e.get("number")) for e in read_events(tmp_path / "events.jsonl")]
     assert events == [("anchor", 5), ("refused", None), ("anchor", 6), ("warning", None)]
+
+
+def test_the_address_stands_alone_and_beside_it_how_to_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Scripts read the one, people want the other; a file with the address may have a blank in its name."""
+    manifest = Manifest.make("reef", parameters=64, theta0="00" * 32, state={"chunk": 64})
+    signer = Ed25519Signer.from_seed(bytes(32))
+    file = tmp_path / "the address"
+    options = BootstrapOptions(Run(manifest, b"", tmp_path), (), address_file=file)
+    _tell(options, "atoll:ab@here", signer)
+    out, err = capsys.readouterr()
+    assert out == "atoll:ab@here\n"
+    assert file.read_text() == out
+    lines = err.splitlines()
+    assert f"run {manifest.run_id.hex()[:12]} (reef, " in lines[0]
+    assert "training begins when 2 nodes are there" in lines[0]
+    assert lines[1] == "atoll: to join: atoll node atoll:ab@here"
+    assert lines[2] == f"atoll: to join on this machine: atoll node '@{file}'"
+    _tell(replace(options, as_json=True), "atoll:ab@here", signer)
+    out, err = capsys.readouterr()
+    assert (json.loads(out)["address"], err) == ("atoll:ab@here", "")
 
 
 def test_the_port_is_kept(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,9 +74,34 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert "xample" in text or command == "manifest"
 
 
+def test_help_shows_what_stands_in_brackets(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """rich takes [words] for its markup, and the defaults that are told in words were gone."""
+    monkeypatch.setenv("COLUMNS", "200")
+    for command, default in (
+        ("node", "[default: one per run in ~/.local/state/atoll]"),
+        ("swarm", "[default: as many as fit into --minutes]"),
+        ("bootstrap", "[default: /ip4/0.0.0.0/tcp/0]"),
+        ("compare", "[default: one a core]"),
+        ("anchor", "[default: the head that most peers have]"),
+    ):
+        assert command_line.run([command, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert default in " ".join(text.replace("│", " ").split()), text
+        assert "\\[" not in text
+        assert "[[" not in text
+
+
 def test_no_arguments_show_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.run([]) == 0
     assert "Usage: atoll" in capsys.readouterr().out
+
+
+def test_a_group_of_commands_alone_shows_its_help_and_no_empty_error(capsys: pytest.CaptureFixture[str]) -> None:
+    code = command_line.run(["manifest"])
+    out, err = capsys.readouterr()
+    assert code in (0, 2)  # as the version of click has it
+    assert "Usage: atoll manifest" in out + err
+    assert "error" not in err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +126,9 @@ def test_module_runs_as_a_program() -> None:
         (["bootstrap"], "--manifest"),
         (["status"], "address"),
         (["status", "--max-age", "3"], "--state"),
-        (["node", "@/nowhere/address"], "/nowhere/address"),
+        (["node", "@/nowhere/address"], "there is no file /nowhere/address; @FILE reads the run address"),
+        (["status", "@"], "no file name after the @"),
+        (["observe", "@/"], "/ is a folder, not a file; @FILE"),
         (["anchor", ADDRESS], "--key"),
         (["anchor", ADDRESS, "--key", "k", "--commit", "abc"], "64 hex digits"),
         (["anchor", ADDRESS, "--key", "k", "--commit", "nothexnothex"], "64 hex digits"),

@@ -34,6 +34,9 @@ KINDS = [
     "exit",
     "resync",
     "new kind",
+    "looking",
+    "unreached",
+    "resumed",
 ]
 
 
@@ -58,13 +61,56 @@ def test_a_lone_commit_is_said_to_be_one() -> None:
 
 
 def test_what_going_over_to_another_chain_has_cost() -> None:
-    event = {"event": "resync", "round": 9, "lost_commits": 2, "lost_averaged": 5120, "lost_tokens": 300}
+    event = {
+        "event": "resync",
+        "round": 9,
+        "outer_step": 7,
+        "lost_commits": 2,
+        "lost_averaged": 5120,
+        "lost_tokens": 300,
+    }
     assert describe(event) == (
-        "round 9: went over to the others' chain; lost: 2 commits that the others do not have, with 5,120 tokens of "
-        "this node's and 300 tokens that this node had not brought yet"
+        "outer step 7: went over to the others' chain; lost: 2 commits that the others do not have, with 5,120 tokens "
+        "of this node's and 300 tokens that this node had not brought yet"
     )
     assert "2 or more commits" in str(describe(event | {"lost_more": True}))
-    assert describe({"event": "resync", "round": 9}) == "round 9: went over to the others' head"
+    plain = {"event": "resync", "round": 9, "outer_step": 7}
+    assert describe(plain, 24) == "outer step 7/24: went over to the others' head"
+    assert describe(plain | {"left_round": 0}, 24) == "outer step 7/24: fetched the state of the others"
+
+
+def test_a_commit_that_was_caught_up_with_is_not_told_as_the_nodes_own() -> None:
+    event = {"event": "commit", "round": 3, "outer_step": 2, "members": [PEER, OTHER], "seconds": 0.5, "averaged": True}
+    own = str(describe(event | {"took_part": True}, 24))
+    assert own == "round 3: committed outer step 2/24 with 2 members in 0.5 s"
+    assert describe(event) == own.replace("/24", ""), "logs of older nodes"
+    late = str(describe(event | {"took_part": False}, 24))
+    assert late == "round 3: caught up with outer step 2/24, averaged by 2 members without this node"
+
+
+def test_a_round_of_samples_alone_is_no_outer_step() -> None:
+    event = {"event": "commit", "round": 1, "outer_step": 0, "members": [PEER, OTHER], "averaged": False}
+    assert describe(event) == "round 1: hands out samples to 2 members, no outer step"
+    later = event | {"round": 9, "outer_step": 7, "members": [PEER], "took_part": False}
+    assert describe(later, 24) == "round 9: hands out samples to 1 member, no outer step (caught up)"
+
+
+def test_what_is_in_the_way_of_the_run_in_words() -> None:
+    looking = {"event": "looking", "run": "ab" * 32, "at": ["/ip4/127.0.0.1/tcp/9/p2p/" + PEER]}
+    assert describe(looking) == f"looking for run ababababab at /ip4/127.0.0.1/tcp/9/p2p/{PEER}"
+    reasons = {f"peer {i}": f"/ip4/127.0.0.1/tcp/{i}: connection refused" for i in range(6)}
+    text = str(describe({"event": "unreached", "reasons": reasons}))
+    assert "/ip4/127.0.0.1/tcp/0: connection refused; " in text
+    assert text.endswith("and 2 more")
+    assert describe({"event": "unreached", "reasons": {}}) == "a peer of the run answers"
+
+
+def test_progress_tells_how_many_outer_steps_the_run_has() -> None:
+    out = io.StringIO()
+    echo = ConsoleEcho(LogStyle.plain, console=Console(file=out, width=200))
+    echo({"event": "start", "peer": PEER, "rounds": 24})
+    echo({"event": "progress", "state": "training", "outer_step": 3})
+    assert "training: outer step 3/24" in out.getvalue()
 
 
 def test_plain_style_prints_progress_now_and_then() -> None:
@@ -123,7 +169,7 @@ def test_status_shows_the_anchor_and_who_says_to_have_it() -> None:
     anchored = Snapshot(shown.address, tuple(records), 0, anchor, b"sealed")
     out = io.StringIO()
     Console(file=out, width=160).print(render(anchored, 103.0))
-    assert "anchor: commit 070707070707, outer step 4, round 6, in the chains of 1 of 2" in out.getvalue()
+    assert "anchor: commit 070707070707, outer step 4 (round 6), in the chains of 1 of 2" in out.getvalue()
     found = json.loads(json.dumps(anchored.to_json(103.0)))
     assert found["anchor"] == {"number": 17, "head": found["best"]}
     assert [peer["anchored"] for peer in found["peers"]] == [True, False, False]

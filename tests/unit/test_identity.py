@@ -194,7 +194,7 @@ def test_the_old_form_is_read(tmp_path: Path) -> None:
 def test_missing_and_unreadable(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="no identity file"):
         load_identity(tmp_path / "none")
-    with pytest.raises(StateError, match="cannot read"):
+    with pytest.raises(StateError, match="is a folder, not a file; expected an identity file"):
         load_or_create_identity(tmp_path)
     (tmp_path / "file").write_text("x")
     with pytest.raises(StateError, match="cannot create"):

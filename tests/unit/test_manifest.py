@@ -402,7 +402,7 @@ def test_files(tmp_path: Path) -> None:
     path.write_text("protocol = 1")
     with pytest.raises(ManifestError, match=r"run\.toml: name: missing"):
         Manifest.load(path)
-    with pytest.raises(ManifestError, match="cannot read"):
+    with pytest.raises(ManifestError, match="is a folder, not a file; expected a manifest"):
         Manifest.load(tmp_path)
 
 

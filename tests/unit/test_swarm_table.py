@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from atoll.node.console import human_bytes
+from atoll.node.swarm.command import SwarmOptions, _join, _Run, _short_path
 from atoll.node.swarm.ledger import Ledger
 from atoll.node.swarm.table import Header, exit_text, human_count, human_time, line, remaining, render
 
@@ -65,6 +69,10 @@ def test_table_shows_what_the_issue_asks_for() -> None:
     assert "outer step 2/10" in text
     assert "SIGKILL" in text
     assert HEADER.address in text.replace("\n", "")
+    assert "swarm, outer step" in text
+    head, row = (next(line for line in text.splitlines() if word in line) for word in ("tokens/s", "…aaaaaa"))
+    assert "outer step" in head
+    assert row.split()[3] == "2", "of the run, and not the number of the round"
 
 
 def test_a_short_way_to_join_replaces_the_long_address() -> None:
@@ -116,3 +124,19 @@ def test_human_units() -> None:
     assert [human_count(n) for n in (7, 1500, 2e6)] == ["7", "1.5k", "2.0M"]
     assert [human_time(n) for n in (-1, 59.9, 187, 3725)] == ["0:00", "0:59", "3:07", "1:02:05"]
     assert [exit_text(n) for n in (3, -9, -250)] == ["exit 3", "SIGKILL", "signal 250"]
+
+
+def test_without_a_terminal_the_command_that_joins_is_told_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another terminal may be in another folder, and the text may lie anywhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bin/atoll", "swarm"])
+    run = _Run.__new__(_Run)
+    run.out, run.options = tmp_path / "my runs", SwarmOptions(data=Path("text"))
+    whole = _join(run, Path.absolute)
+    assert whole == f"{tmp_path}/bin/atoll node '@{tmp_path}/my runs/address' --data {tmp_path}/text"
+    assert _join(run, _short_path) == "bin/atoll node '@my runs/address' --data text"
+    monkeypatch.setattr(sys, "argv", ["/somewhere/__main__.py", "swarm"])
+    run.options = SwarmOptions()
+    assert _join(run, _short_path) == f"{sys.executable} -m atoll node '@my runs/address'"
