@@ -68,6 +68,12 @@ def describe(event: dict[str, Any], of: Any = None) -> str | None:
         return f"now {event.get('state')}" + (f": {reason}" if reason else "")
     if kind == "resumed":
         return f"the state folder has {outer_step(event, of)} of the run; going on from there"
+    if kind == "ended":
+        return (
+            f"the trainer {'hung' if event.get('hung') else 'ended'}, another is started; lost: "
+            f"{event.get('lost_steps', '?')} inner steps ({event.get('lost_tokens', '?')} tokens), "
+            f"{event.get('lost_units', '?')} samples"
+        )
     if kind == "seal":
         members = event.get("members") or []
         return (
@@ -210,7 +216,7 @@ class ConsoleEcho:
     @staticmethod
     def _style(event: dict[str, Any]) -> str | None:
         kind = event["event"]
-        if kind in ("warning", "refused", "void") or event.get("lone") or event.get("held") is False:
+        if kind in ("warning", "refused", "void", "ended") or event.get("lone") or event.get("held") is False:
             return "yellow"
         if kind == "unreached" and event.get("reasons"):
             return "yellow"

@@ -204,7 +204,7 @@ class TrainerEncoder(protocol.Encoder):
             error = ResourceError(f"the trainer did not {what} within {limit:.0f} s")
             del self._waiting[order.number]  # nobody waits for it any more
             if isinstance(order, Encode):
-                await trainer._end_child(error)
+                await trainer._end_child(error, limit, limit)
             raise error from None
         finally:
             self._waiting.pop(order.number, None)

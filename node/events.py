@@ -10,6 +10,10 @@ Rounds and outer steps: ``outer_step`` is how far the run is, 0 before the first
 ``unreached``   reasons ({peer: what was tried and what came of it}): no peer of the run answers yet; again when that
                 changes, and without any once one answers
 ``start``       run, name, version, pid, addresses, device, rounds (outer steps of the run)
+``trainer``     pid, device, name, threads, precision, micro_batch, encode: a trainer child is ready
+``ended``       reason, hung (whether it was ended for its silence; then silent, limit: seconds), lost_steps,
+                lost_tokens, lost_units: a trainer child has ended, and another is being started; what was trained and
+                went with it, and the samples of that and of the step that was cut off
 ``state``       state: starting | joining | training | averaging | waiting | finished | leaving;
                 reason: why it waits, or trains in vain for now
 ``progress``    state, round, outer_step, steps, tokens, contributed, loss, tokens_per_s, bytes_sent, bytes_received,

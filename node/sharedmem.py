@@ -170,6 +170,11 @@ class SharedMemory:
         self._slots[writes % 2][:] = astuple(counters)
         self._writes[0] = writes
 
+    @property
+    def writes(self) -> int:
+        """How often counters have been written: what goes up as long as their writer does something."""
+        return int(self._writes[0])
+
     def read(self) -> Counters:
         """A consistent set of counters: the newest that was written whole."""
         while True:

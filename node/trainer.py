@@ -1,8 +1,9 @@
 """The parent's side of the trainer: an :class:`Island` whose compute is a child process that owns the device.
 
 The child may die (out of memory, a driver fault, the kernel's killer) without taking the peer down: it is started
-again, with a smaller micro-batch when memory was the reason, and goes on from what ``local`` holds. The parent
-never imports torch.
+again, with a smaller micro-batch when memory was the reason, and goes on from what ``local`` holds. One that hangs is
+ended first: when it does not answer an order in time, or makes no step though it ought to (:mod:`.watchdog`). The
+parent never imports torch.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from .config import DataConfig, InnerConfig, ModelConfig
 from .encoder import TrainerEncoder, encoded_bytes
 from .sharedmem import Counters, SharedMemory
 from .specs import ONE_THREAD_BELOW, count_parameters
+from .watchdog import LOOK, Seen, Watchdog, first_limit, share_of
 
 Log = Callable[[str, dict[str, Any]], None]
 Answer = Frozen | Moved | Placed
@@ -168,6 +170,12 @@ class TrainerProcess(Island):
         """Why there is no child now; ``None`` while there is one."""
         self._ended_here: AtollError | None = None
         """Why this side has killed the present child; ``None`` while it has not."""
+        self._watchdog = Watchdog()
+        self._look_timer: asyncio.TimerHandle | None = None
+        self._hung = 0.0
+        """Seconds for which the present child had been silent when it was ended for that; 0 while it has not been."""
+        self._patience = 0.0
+        """Those that it might have been."""
         self._to_host = False
         """Whether the next child is to leave encoding to the host: there is no room for it, or it keeps failing."""
         self._closing = False
@@ -199,7 +207,7 @@ class TrainerProcess(Island):
         inner_steps: H; rounds: of each fragment in the whole run (schedules). threads: of torch on a CPU, chosen by the
         model's size when ``None``. overlap: whether there will be snapshots (four more bytes a parameter). coding: how
         to encode on the device; None: on the host. several: whether rounds of several fragments may be in flight at
-        once. log: called with an event's name and fields (``warning``, ``trainer``).
+        once. log: called with an event's name and fields (``warning``, ``trainer``, ``ended``).
 
         Raises :class:`DataError` when the data are missing or differ from the pin, :class:`ResourceError` when the
         device is absent or there is no memory.
@@ -447,20 +455,63 @@ class TrainerProcess(Island):
                 "it was ended and is being started again"
             )
             self._answer = None  # nobody waits for it any more
-            await self._end_child(error)
+            await self._end_child(error, limit, limit)
             raise error from None
         finally:
             self._answer = None
 
-    async def _end_child(self, why: ResourceError) -> None:
+    async def _end_child(self, why: ResourceError, hung: float = 0.0, limit: float = 0.0) -> None:
         """End a child that is of no use any more; the next one is started. Waits a while for what it leaves behind to
-        be known, since by that goes what the next one may do."""
-        self._failure = self._ended_here = why
-        self._settled.clear()
-        self._kill()
+        be known, since by that goes what the next one may do. hung, limit: as in :meth:`_end_at_once`."""
+        self._end_at_once(why, hung, limit)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT):
                 await self._settled.wait()
+
+    def _end_at_once(self, why: ResourceError, hung: float, limit: float) -> None:
+        """End a child. hung: seconds for which it was silent, if that is the reason, else 0; limit: those that it might
+        have been."""
+        self._failure = self._ended_here = why
+        self._hung, self._patience = hung, limit
+        self._settled.clear()
+        self._kill()
+
+    def _seen(self, counters: Counters) -> Seen:
+        """What the watchdog is to know of the child. ``counters``: with everything off that it was told to take off."""
+        ought = (
+            self._training
+            and self._answer is None
+            and self._failure is None
+            and self._leased() >= self._batch
+            and (self._until is None or counters.steps < self._until)
+        )
+        return Seen(self._memory.writes, ought, counters.stepping, counters.took)
+
+    def _look(self) -> None:
+        """End the child if it hangs; else look again in a while. By a timer: a task would cost twice as much."""
+        self._look_timer = None
+        process = self._process
+        if process is None or self._failure is not None:
+            return
+        loop, dog = asyncio.get_running_loop(), self._watchdog
+        limit = dog.limit
+        if dog.look(loop.time(), self._seen(self._counters()), lambda: share_of(process.pid)):
+            error = ResourceError(
+                f"the trainer has made no step for {dog.silent:.0f} s, though it ought to; {limit:.0f} s are allowed, "
+                f"since the longest of the last ones took {dog.longest:.2f} s. It hangs: it was ended and is being "
+                "started again"
+            )
+            self._end_at_once(error, dog.silent, limit)
+        else:
+            self._look_timer = loop.call_later(LOOK, self._look)
+
+    def _not_gone(self) -> None:
+        """A child that was killed is still there."""
+        message = (
+            f"the trainer was killed {CLOSE_TIMEOUT:.0f} s ago and has not ended: as a rule a driver holds it in the "
+            "kernel; no other is started until it has. If it stays so, restart the machine"
+        )
+        self._log("warning", {"message": message})
 
     def _spend(self, number: int, share: float, of: Snapshot | None) -> _Spending:
         """Lower the counters, by an order that the child is about to be sent. Between two children there is none, and
@@ -580,13 +631,15 @@ class TrainerProcess(Island):
             elif memory:
                 current = self._memory.read().micro_batch or self._setup.micro_batch or self._batch
                 self._change(micro_batch=max(current // 2, 1))
+            before = self._counters()
             self._after_death()
+            self._tell_lost(failure, before)
             self.restarts += 1
             await asyncio.sleep(RESTART_DELAY * 2 ** (in_a_row - 1))
 
     async def _one_life(self) -> tuple[AtollError, bool]:
         """Run one child to its end; why it ended, and whether memory was the reason."""
-        self._ended_here = None
+        self._ended_here, self._hung = None, 0.0
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         setup = self._setup
@@ -642,10 +695,16 @@ class TrainerProcess(Island):
             pass
         finally:
             self._writer = None
+            if self._look_timer is not None:
+                self._look_timer.cancel()
             self._kill()
             writer.close()
+            not_gone = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT, self._not_gone)
             # the end of the channel comes before the exit code; cancellation must not leave a zombie
-            await asyncio.shield(asyncio.gather(process.wait(), last_words))
+            try:
+                await asyncio.shield(asyncio.gather(process.wait(), last_words))
+            finally:
+                not_gone.cancel()
             self._process = None
         self._to_host |= reported is not None and reported.crowded
         failure = _reason(reported, process.returncode, last_words.result())
@@ -697,6 +756,10 @@ class TrainerProcess(Island):
             self._tell(Grant(self._spans))
         if self._training:
             self._tell(Resume(counters.spent, True, self._outer_step, self._until))
+        loop, tokens = asyncio.get_running_loop(), self._batch * self._setup.model["context"]
+        first = first_limit(ready.device, self._setup.parameters, tokens)
+        self._watchdog.begin(loop.time(), self._seen(counters), first)
+        self._look_timer = loop.call_later(LOOK, self._look)
         if not self._ready.done():
             self._ready.set_result(None)
 
@@ -729,6 +792,24 @@ class TrainerProcess(Island):
         self._settle()
         self._alone = True
         self._settled.set()
+
+    def _tell_lost(self, failure: AtollError, before: Counters) -> None:
+        """Say what went with a child. before: the counters as it left them; now they tell of what ``local`` holds."""
+        now = self._memory.read()
+        # the step that was cut off has taken its samples, and is in no counter
+        cut = self._batch if before.begun else 0
+        fields: dict[str, Any] = {"reason": str(failure), "hung": self._hung > 0}
+        if self._hung:
+            fields |= {"silent": round(self._hung, 3), "limit": round(self._patience, 3)}
+        self._log(
+            "ended",
+            fields
+            | {
+                "lost_steps": before.steps - now.steps,
+                "lost_tokens": before.tokens - now.tokens,
+                "lost_units": before.units - now.units + cut,
+            },
+        )
 
     def _change(self, **fields: Any) -> None:
         self._setup = Setup(**{name: getattr(self._setup, name) for name in Setup.__struct_fields__} | fields)

@@ -23,7 +23,7 @@ from atoll.protocol.lowrank import largest_rank
 from atoll.protocol.overlap import Merge
 
 from .simulated.accounts import SAMPLE_EVERY, Accounts
-from .simulated.faults import KINDS, Chaos
+from .simulated.faults import KINDS, NAMED, Chaos
 from .simulated.swarm import Swarm, manifest
 
 PARAMETERS, CHUNK = 128, 64
@@ -46,7 +46,8 @@ class Result:
     goodput: float = 0.0
     """Time whose inner steps were averaged in a commit of the final chain, be it the first one after the time."""
     loss: dict[str, float] = field(default_factory=dict)
-    """Where the rest went. down: crashed, without power, frozen. joining, leaseless: up, without samples. entering:
+    """Where the rest went. down: crashed, without power, frozen. hung: its trainer hung, or was started again for
+    that; only where it did. joining, leaseless: up, without samples. entering:
     paused for a call, averaging: for a round. forked: averaged on a fork that was left. dropped: trained, and dropped
     in going over to another head. crashed: trained, and gone with a process. pending: trained, and in no average, the
     first of the calm at the end included."""
@@ -260,6 +261,8 @@ def conclude(result: Result, accounts: Accounts, seconds: float, used: int, pend
     forked = min(result.lost_units, round(left))
     dropped = min(accounts.dropped, result.lost_units - forked)
     result.loss = {kind: states[kind] / looks for kind in ("down", "joining", "leaseless", "entering", "averaging")}
+    if states["hung"]:
+        result.loss["hung"] = states["hung"] / looks
     result.loss |= {
         "forked": forked * share, "dropped": dropped * share,
         "crashed": (result.lost_units - forked - dropped) * share, "pending": pending * share,
@@ -325,7 +328,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=numbers, metavar="A..B,C", help="many seeds, instead of --seed")
     parser.add_argument(
         "--faults", type=lambda text: [kind for kind in text.split(",") if kind], default=list(KINDS),
-        help=f"comma-separated kinds, empty for none: {','.join(KINDS)}",
+        help=f"comma-separated kinds, empty for none: {','.join(KINDS)}; and, only when named: {','.join(NAMED)}",
     )  # fmt: skip
     parser.add_argument(
         "--every", type=float, help="mean seconds between two faults [default: one in 20 rounds for each peer]"
@@ -357,9 +360,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="write the results here, a line a seed; with --seeds, those that are there already are not run again",
     )  # fmt: skip
     args = parser.parse_args(arguments)
-    unknown = [kind for kind in args.faults if kind not in KINDS]
+    unknown = [kind for kind in args.faults if kind not in (*KINDS, *NAMED)]
     if unknown:
-        parser.error(f"unknown kinds of fault: {', '.join(unknown)}; known: {', '.join(KINDS)}")
+        parser.error(f"unknown kinds of fault: {', '.join(unknown)}; known: {', '.join((*KINDS, *NAMED))}")
     return args
 
 

@@ -33,7 +33,7 @@ from . import judge
 from .field import Field, Slot
 from .hosts import Hosts, Unavailable
 from .relay import Relays
-from .schedule import KINDS, SIGKILLS, schedule
+from .schedule import KINDS, NAMED, SIGKILLS, schedule
 
 MODEL = {"width": 64, "heads": 2, "kv_heads": 2, "ffn": 128, "layers": 2, "context": 64}
 BEGIN = 240.0
@@ -301,7 +301,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--faults", type=lambda text: [kind for kind in text.split(",") if kind], default=list(KINDS),
-        help=f"comma-separated kinds, empty for none: {','.join(KINDS)}",
+        help=f"comma-separated kinds, empty for none: {','.join(KINDS)}; and, only when named: {','.join(NAMED)}",
     )  # fmt: skip
     parser.add_argument("--inner-steps", type=int, default=150, help="H [150]")
     parser.add_argument("--overlap", type=int, default=0, help="inner steps that are done with a round in flight [0]")
@@ -315,9 +315,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep state folders, logs and commits here")
     args = parser.parse_args(arguments)
-    unknown = [kind for kind in args.faults if kind not in KINDS]
+    unknown = [kind for kind in args.faults if kind not in (*KINDS, *NAMED)]
     if unknown:
-        parser.error(f"unknown kinds of fault: {', '.join(unknown)}; known: {', '.join(KINDS)}")
+        parser.error(f"unknown kinds of fault: {', '.join(unknown)}; known: {', '.join((*KINDS, *NAMED))}")
     if args.nodes < 3:
         parser.error("three nodes at least: with two, a killed one stops the run, as it must")
     if args.down is None:

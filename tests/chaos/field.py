@@ -23,8 +23,14 @@ from .hosts import Hosts
 from .relay import Relays
 from .schedule import AWAY, LEAVING, OUT, Fault
 
+AGAIN = 90.0
+"""Seconds within which a child that was killed must have been started again."""
+NOTICED = 90.0
+"""Those that a node may take beside to notice that its trainer hangs: much more than it allows for as a rule."""
 LEAVE = 10.0
 """Seconds within which a process must have ended after Ctrl-C or SIGTERM."""
+CHILDREN = {"trainer": "trainer", "stop-trainer": "trainer", "p2pd": "p2pd"}
+"""Faults of a child alone, and which one."""
 
 
 @dataclass
@@ -223,8 +229,8 @@ class Field:
         free = [slot for slot in self.slots if slot.up and not slot.busy and (fault.kind not in AWAY or slot.host > 1)]
         if fault.kind == "bootstrap":
             free = [self.boot] if self.boot.up and not self.boot.busy else []
-        elif fault.kind in ("trainer", "p2pd"):
-            free = [slot for slot in free if _child(slot.life.process, fault.kind)]
+        elif fault.kind in CHILDREN:
+            free = [slot for slot in free if _child(slot.life.process, CHILDREN[fault.kind])]
         out = sum(slot.busy in OUT or not slot.up for slot in self.slots)
         if not free or (fault.kind in OUT and out >= down):
             self.skipped += 1
@@ -234,9 +240,7 @@ class Field:
         if fault.kind in OUT and slot.life.process.events:
             strike.peer = slot.life.process.peer
         self.strikes.append(strike)
-        self.say(
-            f"{fault.kind} {slot.name}" + (f" for {fault.lasts:.0f} s" if fault.kind not in ("trainer", "p2pd") else "")
-        )
+        self.say(f"{fault.kind} {slot.name}" + (f" for {fault.lasts:.0f} s" if fault.kind not in CHILDREN else ""))
         getattr(self, "_" + fault.kind.replace("-", "_"))(slot, fault, strike)
 
     def _end(self, slot: Slot, strike: Strike) -> None:
@@ -322,20 +326,23 @@ class Field:
     def _p2pd(self, slot: Slot, fault: Fault, strike: Strike) -> None:
         self._kill_child(slot, "p2pd")
 
-    def _kill_child(self, slot: Slot, kind: str) -> None:
+    def _stop_trainer(self, slot: Slot, fault: Fault, strike: Strike) -> None:
+        self._kill_child(slot, "trainer", signal.SIGSTOP, AGAIN + NOTICED)
+
+    def _kill_child(self, slot: Slot, kind: str, how: int = signal.SIGKILL, limit: float = AGAIN) -> None:
         process = slot.life.process
         before = _child(process, kind)
-        signal_all([before], signal.SIGKILL)
+        signal_all([before], how)
         tried = time.time()
 
         def again() -> None:
             if slot.life.process is not process or not slot.up or slot.busy:
                 return
             now = _child(process, kind)
-            if (not now or now == before) and time.time() - tried < 90:
+            if (not now or now == before) and time.time() - tried < limit:
                 self.later(1.0, again)
             elif not now or now == before:
-                self.wrong(f"the {kind} of {slot.name} was not started again within 90 s\n{process.story()}")
+                self.wrong(f"the {kind} of {slot.name} was not started again within {limit:.0f} s\n{process.story()}")
 
         self.later(1.0, again)
 

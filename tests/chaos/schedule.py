@@ -14,6 +14,9 @@ STOPS = ("stop", "stop-daemon")
 LINKS = ("cut", "deaf", "dumb", "slow")
 """A link is down, drops what comes in, drops what goes out, or is narrow."""
 KINDS = (*KILLS, *STOPS, *LINKS)
+NAMED = ("stop-trainer",)
+"""Only where it is named, so that a seed's other faults stay what they were: SIGSTOP of a trainer alone, for good; its
+node has to notice, and to start another."""
 OUT = ("kill", "wipe", "old", "ctrl-c", "term", *STOPS, "cut", "deaf", "dumb")
 """Those that take a node out of the run for a while."""
 AWAY = ("kill", "wipe", "old", "ctrl-c", "term", "bootstrap")

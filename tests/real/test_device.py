@@ -40,7 +40,7 @@ from atoll.protocol.state import GlobalState
 from atoll.protocol.theta0 import theta0
 
 from .harness import MODEL, Process, Swarm, disagreements, place, small_manifest, text_folder
-from .test_trainer import Events, until
+from .test_trainer import Events, shorten, until
 
 pytestmark = pytest.mark.real
 
@@ -284,6 +284,26 @@ def test_a_child_that_hangs_is_ended_in_time(device: str, monkeypatch: pytest.Mo
         await until(lambda: bench.island.failed is None)
         await bench.island.resume(reload=False, spent=0, outer_step=0)
         await bench.trained()
+
+    run(body, device)
+
+
+def test_what_went_with_one_that_hung_is_said(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch)
+
+    async def body(bench: Bench) -> None:
+        await bench.begin()
+        await bench.trained(10)
+        os.kill(bench.island.pid or 0, signal.SIGSTOP)
+        await until(lambda: bench.events.named("ended") != [])
+        (ended,) = bench.events.named("ended")
+        assert ended["hung"]
+        assert ended["lost_steps"] >= 10, "what was trained since the last commit was on the device alone"
+        assert ended["lost_tokens"] == ended["lost_steps"] * 4 * MODEL["context"]
+        assert ended["lost_units"] - 4 * ended["lost_steps"] in (0, 4)
+        assert bench.island.life == 1
+        await until(lambda: bench.island.failed is None)
+        await bench.trained(3)
 
     run(body, device)
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from atoll.node import trainer as module
+from atoll.node import watchdog
 from atoll.node.config import DataConfig, InnerConfig, ModelConfig
 from atoll.node.specs import tensor_specs
 from atoll.node.trainer import TrainerProcess
@@ -463,6 +464,84 @@ def test_a_stopped_child_fails_its_freeze_in_time(monkeypatch: pytest.MonkeyPatc
         assert (await island.freeze()).steps > 5
 
     run(body, device="cpu")
+
+
+def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits on a child's silence for tests that wait for them."""
+    monkeypatch.setattr(watchdog, "SLACK", 2.0)
+    monkeypatch.setattr(watchdog, "FIRST", 5.0)
+
+
+def test_a_child_that_hangs_is_noticed_though_nobody_asks_it_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten(monkeypatch)
+
+    async def body(island: TrainerProcess, events: Events) -> None:
+        island.lease([Span(0, 1_000_000)])
+        await island.resume(reload=True, spent=1, outer_step=0)
+        await until(lambda: island.progress().steps > 30)
+        for count in (1, 2):
+            os.kill(island.pid or 0, signal.SIGSTOP)
+            stopped = time.monotonic()
+            await until(lambda: island.failed is not None)
+            # Its last step may have been slow on a busy machine.
+            assert time.monotonic() - stopped < island._watchdog.limit + 5
+            before = island.progress().steps
+            assert before > 30
+            await until(lambda count=count, before=before: (  # type: ignore[misc]
+                island.restarts == count and island.progress().steps > before + 10
+            ))  # fmt: skip
+        assert [fields["message"] for fields in events.named("warning")] != []
+        assert all("It hangs" in fields["message"] for fields in events.named("warning"))
+        for ended in events.named("ended"):
+            assert ended["hung"] is True
+            assert ended["silent"] > ended["limit"] >= 2
+            assert (ended["lost_steps"], ended["lost_tokens"]) == (0, 0), "its parameters are in shared memory"
+            assert ended["lost_units"] in (0, 4), "a step that was cut off"
+        lost = sum(ended["lost_units"] for ended in events.named("ended"))
+        snapshot = await island.freeze()
+        assert 1_000_000 - snapshot.leased - snapshot.units == lost
+
+        # One that is hung when it is told to go on is noticed as well.
+        os.kill(island.pid or 0, signal.SIGSTOP)
+        await asyncio.sleep(3)
+        assert island.failed is None, "a frozen one has nothing to do"
+        await island.resume(reload=False, spent=1, outer_step=1)
+        await until(lambda: island.restarts == 3 and island.progress().steps > 10)
+        assert island.progress().units <= 4 * island.progress().steps
+
+    run(body, device="cpu")
+
+
+def test_who_stands_still_for_a_reason_is_not_taken_to_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without samples, frozen, at its limit; and after this process itself has stood still."""
+    shorten(monkeypatch)
+
+    async def body(island: TrainerProcess, events: Events) -> None:
+        await asyncio.sleep(4)
+        island.lease([Span(0, 43)])
+        await island.resume(reload=True, spent=1, outer_step=0)
+        await until(lambda: island.progress().steps == 10)
+        await asyncio.sleep(4)
+        island.lease([Span(100, 1_000_000)])
+        await until(lambda: island.progress().steps > 20)
+        await island.freeze()
+        await asyncio.sleep(4)
+        await island.resume(reload=False, spent=0, outer_step=0)
+        await until(lambda: island.progress().steps > 40)
+        snapshot = await island.snapshot(3, [slice(0, len(island.local))])
+        await until(lambda: island.progress().steps == snapshot.steps + 3)
+        await asyncio.sleep(4)
+        await island.resume(reload=False, spent=0, outer_step=0)
+        await until(lambda: island.progress().steps > snapshot.steps + 20)
+        child = island.pid or 0
+        os.kill(child, signal.SIGSTOP)
+        time.sleep(1 + watchdog.LOOK + watchdog.LATE + 2)  # noqa: ASYNC251 - this process stands still
+        os.kill(child, signal.SIGCONT)
+        await until(lambda: island.progress().steps > snapshot.steps + 40)
+        assert island.restarts == 0
+        assert events.named("warning") == events.named("ended") == []
+
+    run(body, device="cpu", overlap=True)
 
 
 def test_it_gives_up_after_too_many_deaths(monkeypatch: pytest.MonkeyPatch) -> None:

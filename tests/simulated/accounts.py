@@ -89,6 +89,8 @@ class Accounts:
             return "down"
         if island is None or life.peer.replica is None:
             return "joining"
+        if island.hangs:
+            return "hung"
         if island.standing:
             return "averaging" if life.peer.state == "averaging" else "entering"
         if island.progress().leased:
@@ -199,7 +201,8 @@ class Accounts:
             held = lives[-1].island.leased if lives[-1].island is not None and lives[-1].ended is None else 0
             lost = units - used - held
             # Units that were used on a fork's leases are in ``used`` and not in ``granted``: then this is too kind.
-            allowed = longest * (len(lives) - (held > 0) + self.resyncs[name])
+            cut = sum(life.island.cut for life in lives if life.island is not None)
+            allowed = longest * (len(lives) - (held > 0) + self.resyncs[name]) + cut
             total += max(lost, 0)
             if lost > allowed:
                 complaints.append(f"{name} lost leases of {lost} units in {len(lives)} lives, {allowed} at most")

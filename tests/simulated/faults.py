@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .swarm import Swarm
+from .swarm import Life, Swarm
 
 KINDS = (
     "crash", "power", "freeze", "cut", "one-way", "island", "slow", "clock", "old-disk", "corrupt-disk", "split",
@@ -16,6 +16,9 @@ others. one-way: nothing from it to them. island: its trainer dies. slow: its li
 bandwidth. clock: its wall clock jumps by minutes. old-disk: it crashes and comes back with what its disk held a while
 ago. corrupt-disk: it crashes and comes back with flipped bits, shortened or missing files. split: nothing between two
 halves of the swarm, for minutes."""
+NAMED = ("hang",)
+"""Kinds that strike only where they are named, so that a seed's other faults stay what they were. hang: a trainer makes
+no step and answers nothing, until its peer notices and starts another."""
 FAST = 1e6
 """Bytes per second of a link of unlimited bandwidth, for slowing it down."""
 LASTING = frozenset({"slow", "clock", "island"})
@@ -99,14 +102,15 @@ class Chaos:
             return
         undo = self._do(kind, victim)
         if undo is not None:
-            self._begin(kind, (victim,), undo, self.back)
+            self._begin(kind, (victim,), undo, self.back if kind != "hang" else None)
 
     def _lasting(self) -> list[Strike]:
         return [self.log[number] for number in self._undo]
 
     def _begin(
-        self, kind: str, victims: tuple[str, ...], undo: Callable[[], object], lasts: tuple[float, float]
+        self, kind: str, victims: tuple[str, ...], undo: Callable[[], object], lasts: tuple[float, float] | None
     ) -> None:
+        """lasts: seconds until it is undone, at least and at most; None where it ends by itself."""
         loop = self.swarm.network.loop
         strike = Strike(loop.time(), kind, victims)
         number = len(self.log)
@@ -114,7 +118,18 @@ class Chaos:
         self._undo[number] = undo
         if kind not in LASTING and kind != "split":
             self.gone[victims[0]] = strike
-        loop.kernel_at(loop.time() + self.random.uniform(*lasts), self._end, number)
+        if lasts is None:
+            self._until_back(number, self.swarm.life(victims[0]))
+        else:
+            loop.kernel_at(loop.time() + self.random.uniform(*lasts), self._end, number)
+
+    def _until_back(self, number: int, life: Life) -> None:
+        """Until a trainer that hung has been started again, or its peer has died."""
+        loop = self.swarm.network.loop
+        if life.ended is None and life.island is not None and life.island.hangs:
+            loop.kernel_at(loop.time() + 1.0, self._until_back, number, life)
+        else:
+            self._end(number)
 
     def _end(self, number: int) -> None:
         undo = self._undo.pop(number, None)
@@ -149,6 +164,12 @@ class Chaos:
                 if island is None:
                     return None
                 island.fail_next = True
+                return lambda: None
+            case "hang":
+                island = swarm.life(victim).island
+                if island is None or swarm.life(victim).peer.replica is None:
+                    return None
+                island.hang()
                 return lambda: None
             case "slow":
                 upload, download, share = host.upload, host.download, self.random.uniform(10, 50)

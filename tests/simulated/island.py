@@ -10,12 +10,16 @@ from functools import lru_cache
 
 import numpy as np
 
+from atoll.node.trainer import FREEZE_STEPS, FREEZE_TIMEOUT
+from atoll.node.watchdog import SLACK, STEPS
 from atoll.protocol.errors import ResourceError
 from atoll.protocol.island import Island, Progress, Run, Snapshot
 from atoll.protocol.messages import Span
 from atoll.protocol.overlap import left, move
 
 NOISES = 257
+START = 5.0
+"""Seconds that a trainer child takes to start again."""
 
 
 @lru_cache(maxsize=4)
@@ -67,6 +71,14 @@ class SimulatedIsland(Island):
         self.fail_next = False
         """The next freeze, snapshot or move fails, as when a trainer child has died."""
         self.fail_always = False
+        self.cut = 0
+        """Units that steps had taken which a hang cut off."""
+        self._hung = False
+        """Whether its trainer child answers nothing, and makes no step, until it is ended for that."""
+        self._silent: float | None = None
+        """Since when it ought to have made a step and has not, if it hangs."""
+        self._up = 0.0
+        """When its present child is ready."""
         self.revoked = 0
         """Units of leases that were taken back unused: their chain was left."""
         self._time: Callable[[], float] | None = None
@@ -114,11 +126,61 @@ class SimulatedIsland(Island):
         """Sample units leased and unused."""
         return self._leased
 
-    def _advance(self) -> None:
-        """Do the steps that the clock and the lease allow."""
-        if self.paused or self.closed:
+    @property
+    def hangs(self) -> bool:
+        """Whether its trainer child hangs, or is being started again."""
+        self._advance()
+        return self._hung or self._now() < self._up
+
+    def hang(self) -> None:
+        """Its trainer child answers nothing from now on. It is ended as a real one is: when it has made no step for
+        long though it ought to (:mod:`atoll.node.watchdog`), or does not answer an order. Its parameters stay."""
+        self._advance()
+        self._hung, self._silent = True, None
+        if self._ought():
+            first = self._spans[0]
+            count = min(self.batch, first.count)
+            self._spans[0] = Span(first.start + count, first.count - count)
+            if count == first.count:
+                self._spans.popleft()
+            self._leased -= count
+            self.cut += count
+        self._watch()
+
+    def _ought(self) -> bool:
+        return not self.paused and self._leased > 0 and (self._until is None or self._steps < self._until)
+
+    def _watch(self) -> None:
+        """What the watchdog of a trainer that hangs does until now."""
+        if not self._ought():
+            self._silent = None
             return
         now = self._now()
+        if self._silent is None:
+            self._silent = now
+        if now >= self._silent + SLACK + STEPS * self.step_time:
+            self._ended(self._silent + SLACK + STEPS * self.step_time)
+
+    def _ended(self, at: float) -> None:
+        """Its child was ended then, and another is being started."""
+        self._hung, self._silent, self._up = False, None, at + START
+
+    async def _answer(self) -> bool:
+        """Wait for an answer of the child, as long as a real one is waited for; whether it came."""
+        if self._hung:
+            await asyncio.sleep(FREEZE_TIMEOUT + FREEZE_STEPS * self.step_time)
+            if self._hung:
+                self._ended(self._now())
+        return self._now() >= self._up
+
+    def _advance(self) -> None:
+        """Do the steps that the clock and the lease allow."""
+        if self._hung and not self.closed:
+            self._watch()
+        if self.paused or self.closed or self._hung:
+            return
+        now = self._now()
+        self._since = max(self._since, self._up)
         if now - self._since < self.step_time:
             return
         for _ in range(int((now - self._since) / self.step_time)):
@@ -169,6 +231,8 @@ class SimulatedIsland(Island):
             self._since = self._now()
         self._spans.extend(spans)
         self._leased = sum(span.count for span in self._spans)
+        if self._hung:
+            self._watch()
 
     def revoke(self) -> None:
         self.revoked += self._leased
@@ -179,6 +243,12 @@ class SimulatedIsland(Island):
         if self.fail_next or self.fail_always:
             self.fail_next, self.paused = False, True
             raise ResourceError("the trainer died")
+
+    async def _dead(self) -> None:
+        """An order to a child that hangs, or is not there."""
+        self.paused = True
+        await self._answer()
+        raise ResourceError("the trainer hung, and is being started again")
 
     def _snapshot(self) -> Snapshot:
         self.brought, self.brought_count = (self.local.copy(), tuple(self.pending)), self.count
@@ -199,6 +269,8 @@ class SimulatedIsland(Island):
 
     async def freeze(self) -> Snapshot:
         self._advance()
+        if self.hangs:
+            await self._dead()
         self._fail()
         if not self.paused and self._leased and self._until is None:
             self._begun = self._now() - self._since
@@ -212,6 +284,8 @@ class SimulatedIsland(Island):
         assert self.frozen is not None
         assert not self.paused
         self._advance()
+        if self.hangs:
+            await self._dead()
         self._fail()
         if not self.several:
             self.frozen.fill(np.nan)  # of no use to anyone but the fragment
@@ -251,6 +325,7 @@ class SimulatedIsland(Island):
         assert self.frozen is not None
         assert not self.paused
         self._advance()
+        await self._answer()  # if none comes, the peer moves the parameters itself
         if self.fail_next or self.fail_always:
             self.local[:] = np.nan
         self._fail()
@@ -279,6 +354,8 @@ class SimulatedIsland(Island):
             self._since = self._now() - (0.0 if reload else self._begun)
             self._begun = 0.0
         self.paused = False
+        if self._hung:
+            self._watch()
 
     async def close(self) -> None:
         self.closed = True

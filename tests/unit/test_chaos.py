@@ -23,7 +23,7 @@ from atoll.protocol.messages import Commit
 from ..chaos import judge
 from ..chaos.field import Life, Slot, Strike, keep_export
 from ..chaos.hosts import Hosts
-from ..chaos.schedule import KINDS, schedule
+from ..chaos.schedule import KINDS, NAMED, schedule
 from ..simulated.swarm import Swarm, manifest, start_params
 
 
@@ -53,6 +53,8 @@ def test_a_schedule_follows_from_its_seed() -> None:
     assert {fault.kind for fault in first} == set(KINDS)
     assert {fault.kind for fault in islice(schedule(7, 3600, 20, 10, ["stop"]), 5)} == {"stop"}
     assert list(schedule(7, 3600, 20, 10, [])) == []
+    assert not set(KINDS) & set(NAMED), "a seed's faults stay what they were"
+    assert {fault.kind for fault in islice(schedule(7, 3600, 20, 10, NAMED), 5)} == set(NAMED)
 
 
 def test_a_commit_that_comes_too_late_is_found() -> None:
