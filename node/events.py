@@ -1,10 +1,12 @@
 """The events of a node, and a reader that follows a growing event log.
 
-Every line has ``t``, ``event`` and ``peer`` (see :mod:`atoll.protocol.eventlog`). The events:
+Every line has ``t``, ``event`` and ``peer`` (see :mod:`atoll.protocol.eventlog`).
 
 Rounds and outer steps: ``outer_step`` is how far the run is, 0 before the first and at its end what ``start`` calls
 ``rounds``. ``round`` is the number of an attempt, from 1 on; a void one and one that only hands out samples
 (``averaged`` false) take no outer step, so it runs ahead.
+
+The events:
 
 ``looking``     run, at (multiaddresses of the run's address); the first event of a start
 ``unreached``   reasons ({peer: what was tried and what came of it}): no peer of the run answers yet; again when that
