@@ -82,7 +82,7 @@ class CatchingUp:
         ahead = sorted(
             self._heads.ahead, key=lambda peer: (self._messenger.failing(peer), -self._messenger.heard(peer))
         )
-        self._heads.looking = self._spawn(self._look_into(ahead[:MAX_DONORS]))
+        self._heads.look(self._spawn(self._look_into(ahead[:MAX_DONORS])))
 
     async def _look_into(self, claimants: list[PeerId]) -> None:
         """Ask those who claim a better head for a way to it that can be verified. Runs beside the rounds: anybody can
@@ -92,7 +92,7 @@ class CatchingUp:
             plan = await self._fetcher.plan(claimants, self._core.head, starts)
             if plan is not None and plan.base == plan.head:
                 await self._guide.take(plan.lineage)  # of a chain that is here
-            self._heads.plan = plan
+            self._heads.show(plan)
         except (TransportError, ResourceError, StateError) as error:
             self._events("warning", message=f"cannot catch up yet: {error}")
             if error.fault is Fault.LOCAL:
@@ -106,18 +106,19 @@ class CatchingUp:
                     self._heads.ahead.pop(peer, None)
                 else:
                     self._heads.disbelieve(peer, mute=peer in self._fetcher.mute)
-        self._heads.looking = None
+        self._heads.looked()
         self._wake.set()
 
     def found_on_disk(self, head: Head) -> None:
         """A chain that this peer has left is the organiser's."""
         if self._guide.surpasses(head, b"", self._core.head):
-            self._heads.plan = Plan(head, head, None, [], [])
+            self._heads.show(Plan(head, head, None, [], []))
             self._wake.set()
 
     async def catch_up(self, plan: Plan) -> None:
         """Fetch what lies between this head and a verified better one, and go over to it."""
-        before, self._heads.better_since, self._heads.plan = self._core.state, None, None
+        before = self._core.state
+        self._heads.set_out()
         if not self._guide.surpasses(plan.head, plan.anchored, self._core.head):
             self._heads.look_again()  # it may have shown what is behind the own head
             return
@@ -136,7 +137,7 @@ class CatchingUp:
                     self._heads.disbelieve(peer)
         else:
             await self._guide.take(plan.lineage)
-            self._timing.alone_since = self._transport.now()  # others are where it goes
+            self._timing.in_company()  # others are where it goes
             if plan.base == self._core.head and plan.checkpoint is None:
                 await self._walk(plan)
             else:
@@ -196,7 +197,7 @@ class CatchingUp:
         self._ends.clear()
         await self._restoring.replay(self._core.replica, loaded.replay)
         if self._store.prefers(head, self._core.head):
-            self._heads.owed = head
+            self._heads.owe(head)
         try:
             await self._transport.offload(self._store.see, head)
         except ResourceError as error:

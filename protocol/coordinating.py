@@ -103,7 +103,7 @@ class Coordinating:
         fragment = self._layout.due(self._core.head.outer_step) if leases else self._core.fragment
         nonce, head = self._transport.nonce(), self._core.head
         calling = Calling(nonce, self._core.last_round + 1, head, awaited, leases, fragment=fragment)
-        self._engagement.calling, self._engagement.whose = calling, self._me
+        self._engagement.begin_call(calling)
         call = Call(nonce, calling.round, fragment, head, leases)
         called = [*chosen, *spare[: rules.max_group - 1 - len(chosen)]]
         self._messenger.post_all(called, call)
@@ -141,7 +141,7 @@ class Coordinating:
                     # fell silent meanwhile may be frozen, or cut off; that is no reason to do without it afterwards.
                     if self._messenger.heard(peer) > (now + window) / 2:
                         self._timing.deaf.add(peer)
-            self._engagement.calling = None
+            self._engagement.end_call()
             if any(self._succession.earlier(other, self._me) for other in calling.busy.values()):
                 return
             if any(self._incoming.merge(ballot) for ballot in unite([*self._flights.seen(), *calling.seen])):
@@ -175,11 +175,11 @@ class Coordinating:
             await self._timing.stand_back(error)
         finally:
             speaking.cancel()
-            self._engagement.calling = None
+            self._engagement.end_call()
             self._messenger.post_all(calling.entered, Release(calling.nonce))
             if own is not None:
                 await self._training.withdraw(call)
-            self._engagement.whose = None
+            self._engagement.be_free()
 
     async def _speak(self, calling: Calling) -> None:
         """Until the seal, those who have entered wait for a sign of life; their reports, which are answered, may go to

@@ -47,6 +47,35 @@ class Engagement:
         self.sealed: asyncio.Future[Sealed | None] | None = None
         """… with this."""
 
+    def begin_call(self, calling: Calling) -> None:
+        """This peer calls."""
+        self.calling, self.whose = calling, self._core.me
+
+    def end_call(self) -> None:
+        """No more answers to the own call are taken."""
+        self.calling = None
+
+    def enter(self, coordinator: PeerId, call: Call) -> None:
+        """Another's call is entered, and its seal waited for."""
+        self.whose, self.awaited = coordinator, call
+        self.sealed = asyncio.get_running_loop().create_future()
+
+    def wait_no_more(self) -> None:
+        """No seal is waited for."""
+        self.sealed = self.awaited = None
+
+    def be_free(self) -> None:
+        """What this peer was engaged in is over."""
+        self.whose = None
+
+    def invite(self, invitation: Invitation) -> None:
+        self.invitation = invitation
+
+    def take_invitation(self) -> Invitation | None:
+        """The call that is to be entered, which nobody else takes then."""
+        invitation, self.invitation = self.invitation, None
+        return invitation
+
     def release(self, peer: PeerId, call: bytes) -> None:
         """A coordinator takes back what it has called for."""
         if self.awaited is not None and self.awaited.call == call and peer == self.whose:

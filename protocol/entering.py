@@ -118,12 +118,14 @@ class EnteringCalls:
 
     def _invite(self, invitation: Invitation) -> None:
         """Of two calls the earlier candidate's is entered, and of one candidate's the last; the other is told."""
-        held, self._engagement.invitation = self._engagement.invitation, invitation
+        held = self._engagement.invitation
+        self._engagement.invite(invitation)
         if held is None or held.coordinator == invitation.coordinator:
             return
         if not self._succession.earlier(invitation.coordinator, held.coordinator):
-            held, self._engagement.invitation = invitation, held
-        self._messenger.post(held.coordinator, Busy(held.call.call, self._engagement.invitation.coordinator))
+            self._engagement.invite(held)
+            held, invitation = invitation, held
+        self._messenger.post(held.coordinator, Busy(held.call.call, invitation.coordinator))
 
     async def take_part(self, invitation: Invitation) -> None:
         """Enter another's call, wait for its seal, and take part."""
@@ -131,11 +133,10 @@ class EnteringCalls:
         if self._answer_to(coordinator, call) is not Answer.ENTER:
             return  # it has become a matter of the past
         self._succession.pass_over(coordinator)
-        self._engagement.whose, self._engagement.awaited = coordinator, call
+        self._engagement.enter(coordinator, call)
         self._entered[call.call] = None
         if len(self._entered) > CALLS and self._flights.several:
             del self._entered[next(iter(self._entered))]
-        self._engagement.sealed = asyncio.get_running_loop().create_future()
         entered: tuple[Member, Snapshot] | None = None
         try:
             entered = await self._training.enter(call)
@@ -152,10 +153,10 @@ class EnteringCalls:
             await self._timing.stand_back(error)
             self._messenger.post(coordinator, Refuse(call.call, self._core.head))
         finally:
-            self._engagement.sealed, self._engagement.awaited = None, None
+            self._engagement.wait_no_more()
             if entered is not None:
                 await self._training.withdraw(call)
-            self._engagement.whose = None
+            self._engagement.be_free()
 
     async def _await_seal(self, coordinator: PeerId) -> Sealed | None:
         """The seal; None when the coordinator gave up, fell silent, or takes too long."""
@@ -183,7 +184,7 @@ class EnteringCalls:
         """What was called for on the base before is void."""
         if not self._flights.several:
             self._entered.clear()
-            self._engagement.invitation = None
+            self._engagement.take_invitation()
 
     def unpark(self) -> None:
         """Look again at the calls that have waited for a commit."""

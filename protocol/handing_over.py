@@ -123,7 +123,7 @@ class HandingOver:
                     replica.residual[span] = 0
             spent, of, total = 1.0, None, None
         if way.dropped:
-            training.ahead = False
+            training.run_ahead(False)
             more["stale_tokens"] = round(way.dropped * part.parameters / self._layout.parameters)
         if way.moving:
             moved = await training.move(applied.runs, spent=spent, of=of)
@@ -138,9 +138,9 @@ class HandingOver:
             training.accounts.commit(
                 body.fragment, spent, now, of, overwrite=overwrite, total=total, leases=not body.chunks
             )  # fmt: skip
-            training.frozen = False
+            training.go_on(ahead=training.ahead)
             ahead = training.may_step(left(now.tokens, spent, of.tokens if of is not None else None))
-            reload, training.rewritten = bool(body.chunks) or training.rewritten, False
+            reload = training.take_rewritten() or bool(body.chunks)
             await island.resume(
                 reload=reload, spent=spent, outer_step=body.outer_step, of=of, ahead=ahead,
                 until=self._flights.until(),
@@ -185,7 +185,7 @@ class HandingOver:
             self._events("warning", message=f"{error}; the inner steps since the last commit are lost")
             await training.reload()
             return {"stopped": 0.0} if moving else {}
-        training.frozen = training.ahead = False
+        training.go_on(ahead=False)
         if not known:
             self._events("warning", message="progress since a void round that was committed after all is dropped")
             spent, of = 1.0, None

@@ -117,6 +117,26 @@ class Heads:
         """Whether this peer has had a better head than its own is now."""
         return self.owed != GENESIS and self._store.prefers(self.owed, self._core.head)
 
+    def owe(self, head: Head) -> None:
+        """This peer has had that head, and its state is lost here."""
+        self.owed = head
+
+    def look(self, task: asyncio.Task[None]) -> None:
+        """A task has begun to look into the better heads."""
+        self.looking = task
+
+    def looked(self) -> None:
+        """It is done."""
+        self.looking = None
+
+    def show(self, plan: Plan | None) -> None:
+        """A way was found, or none."""
+        self.plan = plan
+
+    def set_out(self) -> None:
+        """The way that was found is taken now."""
+        self.better_since = self.plan = None
+
     def new_head(self) -> None:
         """The own head is another."""
         self.better_since = None

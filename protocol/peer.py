@@ -326,8 +326,7 @@ class Peer:
                 if self._linger < float("inf") and (self._everyone_knows() or now - finished_at > self._linger):
                     return
             elif self.island is not None and not heads.owes():
-                if (invitation := self._engagement.invitation) is not None:
-                    self._engagement.invitation = None
+                if (invitation := self._engagement.take_invitation()) is not None:
                     await self._entering.take_part(invitation)
                     continue
                 rested = self._agenda.reached(self._timing.rests_until)

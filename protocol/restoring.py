@@ -62,7 +62,7 @@ class Restoring:
         owed = self._store.seen
         if self._store.prefers(owed, head):
             # Its disk has lost what it had once applied. Others have it: from θ₀ it would only make a fork.
-            self._heads.owed = owed
+            self._heads.owe(owed)
             what = f"the state of round {owed.round}" if owed != LOST else "the state, and which it was"
             self._events("warning", message=f"the disk has lost {what}; it is fetched")
         if head != GENESIS:

@@ -216,9 +216,9 @@ class Rounds:
         )  # fmt: skip
         self._flights.add(flight)
         if several:
-            self._training.ahead = False
+            self._training.run_ahead(False)
             self._reports.read_again(current.peers)
-            self._timing.rests_until = float("-inf")
+            self._timing.call_at_once()
             self._next_place()
         began, self._began = self._began, asyncio.Event()
         began.set()
@@ -251,7 +251,7 @@ class Rounds:
         current, island = flight.round, self._island
         assert island is not None
         if self._flights.several:
-            self._training.ahead = flight.ahead and not flight.grounded
+            self._training.run_ahead(flight.ahead and not flight.grounded)
         flight.landing = True
         try:
             if flight.commit is None:
@@ -269,7 +269,7 @@ class Rounds:
         finally:
             self._flights.remove(flight)
             if (entering := self._flights.entering) is not None:
-                self._training.ahead = entering.ahead and not entering.grounded
+                self._training.run_ahead(entering.ahead and not entering.grounded)
             for peer in current.faulty:
                 count = self._strikes.get(peer, (0, 0))[0] + 1
                 self._strikes[peer] = (count, self._core.head.height + 2 ** min(count + 1, MAX_BAN))

@@ -131,7 +131,7 @@ class Timing:
         if deaf := self.deaf.members():
             live = {peer: report for peer, report in everyone.items() if peer not in deaf}
         if len(live) > 1:
-            self.alone_since = now
+            self.in_company()
         else:
             # Where others say that they are elsewhere, the way to them comes first: alone it would only make a fork.
             patience = LOOKING if self._heads.ahead or self._heads.looking is not None else ALONE
@@ -187,6 +187,14 @@ class Timing:
         rest = self._silence * 2 ** min(self._fruitless, 5)
         self.rests_until = now + rest * (0.1 + 0.1 * self._transport.random.random())
         self._fruitless += 1
+
+    def call_at_once(self) -> None:
+        """What was called for has come about: the next call need not wait."""
+        self.rests_until = float("-inf")
+
+    def in_company(self) -> None:
+        """Others are here now."""
+        self.alone_since = self._transport.now()
 
     def called_for(self, peer: PeerId, now: float) -> None:
         """Leases are called for on behalf of a peer that has none."""

@@ -210,6 +210,19 @@ class Training:
         self.frozen, self.ahead = False, True
         return snapshot
 
+    def go_on(self, *, ahead: bool) -> None:
+        """The island trains on: it was told so by a commit. ahead: whether it does so ahead of a round, still."""
+        self.frozen, self.ahead = False, ahead
+
+    def take_rewritten(self) -> bool:
+        """Whether this peer has rewritten θ, which the island is now told to take."""
+        rewritten, self.rewritten = self.rewritten, False
+        return rewritten
+
+    def run_ahead(self, ahead: bool) -> None:
+        """Of the rounds in flight another is looked at now: whether the island trains ahead of that."""
+        self.ahead = ahead
+
     def theta(self) -> Floats | Encoded | None:
         """What the round averages: θ at the freeze, or what the island has encoded of it."""
         return self._local() if self._core.encoder is None else self.encoded
@@ -245,7 +258,7 @@ class Training:
         assert self._island is not None
         until = self._flights.until()
         if self.frozen:
-            reload, self.rewritten = self.rewritten, False
+            reload = self.take_rewritten()
             self.frozen = self.ahead = False
             await self._island.resume(
                 reload=reload, spent=0.0, outer_step=self._core.head.outer_step, ahead=self.may_step(), until=until
