@@ -105,7 +105,9 @@ class CatchingUp:
                     self._guide.doubt(peer)
                     self._heads.ahead.pop(peer, None)
                 else:
-                    self._heads.disbelieve(peer, mute=peer in self._fetcher.mute)
+                    # Who is heard, and gives no answer to that, is not out of reach.
+                    away = self._messenger.silent_for(peer, float("-inf")) > self._silence
+                    self._heads.disbelieve(peer, mute=away and peer in self._fetcher.mute)
         self._heads.looked()
         self._wake.set()
 

@@ -96,8 +96,8 @@ class Heads:
     def disbelieve(self, peer: PeerId, *, mute: bool = False) -> None:
         """What that peer said is not what it gives; it is asked again after a while, each time a longer one.
 
-        mute: it gave no answer. Then it is asked again as soon as it says something itself: behind NAT, it may be
-        that only now there is a way to it.
+        mute: it gave no answer, nor was it heard lately. Then it is asked again as soon as it says something itself:
+        behind NAT, it may be that only now there is a way to it.
         """
         self.claimed.pop(peer, None)
         self.ahead.pop(peer, None)
