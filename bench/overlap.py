@@ -367,11 +367,12 @@ def together(mbit: float, windows: Sequence[Row], options: argparse.Namespace) -
     }  # fmt: skip
     for key, value in first.items():
         if key in RATIOS:
-            found = interval([window[key] for window in windows])
-            row[key] = found.mean
-            row[f"{key}_half"] = found.half_width if len(windows) > 1 else None
+            ratios = [window[key] for window in windows if window[key] is not None]
+            found = interval(ratios) if ratios else None
+            row[key] = found.mean if found is not None else None
+            row[f"{key}_half"] = found.half_width if found is not None and len(ratios) > 1 else None
         elif key not in row and isinstance(value, int | float):
-            row[key] = statistics.median_low([window[key] for window in windows])
+            row[key] = statistics.median_low([window[key] for window in windows if window[key] is not None])
     return row | stamp()
 
 

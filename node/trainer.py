@@ -363,7 +363,8 @@ class TrainerProcess(Island):
             assert not spent
             self._limit(until, before)
         else:
-            self._base = self._counters()
+            if not self._unknown or self._shares:
+                self._base = self._counters()  # else these may be of steps that are lost with the child
             self._training = True
             limits = [self._base.steps + ahead] if ahead is not None else []
             limits += [until - (before - self._base.steps)] if until is not None else []
@@ -438,7 +439,8 @@ class TrainerProcess(Island):
         """Send, and wait for the answer. Raises :class:`ResourceError` when there is no child, it dies, or it does not
         answer in time: then it is ended. more: seconds that it may take beyond what a freeze may."""
         if self._failure is not None:
-            raise _gone(self._failure)
+            await self._known()
+            raise _gone(self._failure or ResourceError("it is being started again"))
         counters = self._memory.read()
         step = counters.step_time
         running = time.monotonic() - counters.begun if counters.begun else 0.0
@@ -464,9 +466,19 @@ class TrainerProcess(Island):
         """End a child that is of no use any more; the next one is started. Waits a while for what it leaves behind to
         be known, since by that goes what the next one may do. hung, limit: as in :meth:`_end_at_once`."""
         self._end_at_once(why, hung, limit)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT):
-                await self._settled.wait()
+        await self._known()
+
+    @property
+    def _unknown(self) -> bool:
+        """Whether a child was ended and what it leaves behind is not known yet."""
+        return self._ended_here is not None and not self._settled.is_set()
+
+    async def _known(self) -> None:
+        """Wait a while, if a child was ended, for what it leaves behind to be known."""
+        if self._unknown:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT):
+                    await self._settled.wait()
 
     def _end_at_once(self, why: ResourceError, hung: float, limit: float) -> None:
         """End a child. hung: seconds for which it was silent, if that is the reason, else 0; limit: those that it might
@@ -475,6 +487,8 @@ class TrainerProcess(Island):
         self._hung, self._patience = hung, limit
         self._settled.clear()
         self._kill()
+        if self._writer is not None:
+            self._writer.transport.abort()  # one that the kernel does not let go keeps its end of the channel open
 
     def _seen(self, counters: Counters) -> Seen:
         """What the watchdog is to know of the child. ``counters``: with everything off that it was told to take off."""
@@ -482,7 +496,7 @@ class TrainerProcess(Island):
             self._training
             and self._answer is None
             and self._failure is None
-            and self._leased() >= self._batch
+            and (self._leased() >= self._batch or counters.begun > 0)
             and (self._until is None or counters.steps < self._until)
         )
         return Seen(self._memory.writes, ought, counters.stepping, counters.took)
@@ -496,10 +510,10 @@ class TrainerProcess(Island):
         loop, dog = asyncio.get_running_loop(), self._watchdog
         limit = dog.limit
         if dog.look(loop.time(), self._seen(self._counters()), lambda: share_of(process.pid)):
+            since = f", since the longest of the last ones took {dog.longest:.2f} s" if dog.longest else ""
             error = ResourceError(
-                f"the trainer has made no step for {dog.silent:.0f} s, though it ought to; {limit:.0f} s are allowed, "
-                f"since the longest of the last ones took {dog.longest:.2f} s. It hangs: it was ended and is being "
-                "started again"
+                f"the trainer has made no step for {dog.silent:.0f} s, though it ought to; {limit:.0f} s are allowed"
+                f"{since}. It hangs: it was ended and is being started again"
             )
             self._end_at_once(error, dog.silent, limit)
         else:

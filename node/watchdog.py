@@ -90,7 +90,7 @@ class Watchdog:
         """Seconds of silence after which the present child counts as hung. Until its first step there is more time,
         and twice as much after each child that came to none: being slow must not end a node."""
         limit = SLACK + STEPS * self.longest
-        if self._stepped:
+        if self._stepped and self._recent:
             return limit
         return float(max(limit, self._first) * 2 ** min(self._fruitless, MAX_DOUBLINGS))
 
@@ -105,7 +105,7 @@ class Watchdog:
         passed, self._looked = now - self._looked, now
         before, self._seen = self._seen or seen, seen
         if passed > LOOK + LATE:
-            self.silent, self._share, self._disturbed = 0.0, None, True
+            self.silent, self._share, self._disturbed = 0.0, None, self._disturbed or before.ought
         if seen.stepping != before.stepping:
             if not self._disturbed:
                 self._recent.append(max(seen.took, self.silent))

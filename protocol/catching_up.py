@@ -98,6 +98,9 @@ class CatchingUp:
             if error.fault is Fault.LOCAL:
                 claimants = []  # nothing was learnt about them
                 await asyncio.sleep(self._silence)
+        for peer in claimants:
+            if peer not in self._fetcher.mute:
+                self._heads.answered(peer)
         if self._heads.plan is None:
             for peer in claimants:
                 if peer in self._heads.claimed and not better(self._heads.claimed[peer], self._core.head):
@@ -204,8 +207,9 @@ class CatchingUp:
             await self._transport.offload(self._store.see, head)
         except ResourceError as error:
             self._events("warning", message=f"the head was not written down: {error}")
+        chain = [self._core.head, *plan.path, *(entry.head for entry in self._store.chain(self._core.head.id, 0))]
         lost = await self._transport.offload(
-            lost_between, before, self._core.head, plan.path, self._store.commit, self._core.me, self._layout
+            lost_between, before, chain, self._store.commit, self._core.me, self._layout
         )
         self._events(
             "resync", round=self._core.head.round, outer_step=self._core.head.outer_step, left=before.id.hex(),

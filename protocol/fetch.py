@@ -169,7 +169,7 @@ class Fetcher:
         self._liars: dict[PeerId, None] = {}
         """Donors that broke the protocol: not asked again by this fetcher."""
         self.mute: dict[PeerId, None] = {}
-        """Donors that gave no answer when they were last asked what head they have."""
+        """Donors of the last plan that gave no answer when they were asked what head they have."""
         count = layout.count
         # A commit names every chunk (hash and contributors) and every member, besides fixed fields.
         self._commit_limit = count * (_HASH + MAX_MEMBERS // 8 + 8) + MAX_MEMBERS * 512 + 4096
@@ -184,6 +184,7 @@ class Fetcher:
         Raises :class:`TransportError` when a better head is offered and no way to it could be verified, or when
         nobody answers; :class:`NetworkDown` when it is this machine that reaches nobody.
         """
+        self.mute = {}
         asked = _Asked(self._trusted(donors), self._offer, lambda offer: better(offer.best, current) or offer.anchored)
         try:
             # Who does not answer must not hold up what the others say: meanwhile the run goes on, and a way that is
@@ -236,6 +237,8 @@ class Fetcher:
             except TransportError as error:
                 failed = True
                 self._drop(peer, error)
+                if not asked.complete and fault_of(error) in (Fault.GONE, Fault.SLOW):
+                    continue  # if nobody else offers anything, it gets the time that it has then
                 if not isinstance(error, Declined):
                     asked.forget(peer)
                     del offers[peer]
@@ -281,7 +284,6 @@ class Fetcher:
                 self.mute[peer] = None
             self._drop(peer, error)
             return None
-        self.mute.pop(peer, None)
         return offer
 
     async def _way(

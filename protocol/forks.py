@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from .commits import averaged_of
@@ -22,34 +22,28 @@ class Lost(NamedTuple):
 
 def lost_between(
     left: Head,
-    taken: Head,
-    path: Sequence[Head],
+    taken: Iterable[Head],
     commit: Callable[[bytes], Commit | None],
     peer: PeerId,
     layout: ChunkLayout,
 ) -> Lost:
-    """What going over from ``left`` to ``taken`` loses.
+    """What going over from ``left`` to another chain loses.
 
-    path: what else is known of the chain of ``taken``. commit: a logged commit by its id, None when it is not kept.
-    Below the older end of what is known nothing can be told apart any more, and nothing is counted.
+    taken: what is known of that chain, its head too. commit: a logged commit of the one that is left by its id, None
+    when it is not kept. Below the older end of what is known nothing can be told apart any more, and nothing counts.
     """
-    new = {head.height: head.id for head in path}
-    commit_id = taken.id
-    while (known := commit(commit_id)) is not None:
-        new[known.body.height] = commit_id
-        commit_id = known.body.parent
-    lowest = min(new, default=taken.height)
+    new = {head.height: head.id for head in taken}
+    lowest = min(new, default=left.height + 1)
     commits = tokens = 0
     commit_id, height = left.id, left.height
     while height > 0 and new.get(height) != commit_id:
-        known = commit(commit_id)
-        if height < lowest or known is None:
+        known = commit(commit_id) if height >= lowest else None
+        if known is None:
             # Where the chains part is not known; that they do is, when anything was found to be beside the new one.
             return Lost(commits, tokens, commits > 0)
         commits += 1
-        for member, count in zip(
-            known.body.seal.members, averaged_of(known.body.seal, known.body.chunks, layout), strict=True
-        ):
+        seal = known.body.seal
+        for member, count in zip(seal.members, averaged_of(seal, known.body.chunks, layout), strict=True):
             tokens += count if member.peer == peer else 0
         commit_id, height = known.body.parent, height - 1
     return Lost(commits, tokens, False)

@@ -30,8 +30,9 @@ class Heads:
         """Those of them that are worth a look: better than the own head, or with the organiser's anchor behind them."""
         self.doubts = PutOff(core.transport.now, core.silence, 60 * core.silence)
         """Who claimed a head that could not be had."""
-        self._mute: dict[PeerId, None] = {}
-        """Those of them that gave no answer at all, which says nothing against what they claim."""
+        self._mute: dict[PeerId, bool] = {}
+        """Those of them that gave no answer at all, which says nothing against what they claim, and whether they have
+        been given another chance since they last gave one."""
         self.owed = GENESIS
         """The best head that this peer ever had; below it, it takes part in nothing."""
         self.better_since: float | None = None
@@ -102,16 +103,20 @@ class Heads:
         self.claimed.pop(peer, None)
         self.ahead.pop(peer, None)
         self.doubts.add(peer)
-        if mute:
-            self._mute[peer] = None
-        else:
+        if not mute:
             self._mute.pop(peer, None)
+        elif peer in self._core.directory.known:
+            self._mute.setdefault(peer, False)
 
     def spoke(self, peer: PeerId) -> None:
-        """A peer has sent a message of its own."""
-        if peer in self._mute:
-            del self._mute[peer]
-            self.doubts.discard(peer)
+        """A peer has sent a message of its own. Who stays mute all the same gets no third chance before its time."""
+        if self._mute.get(peer) is False:
+            self._mute[peer] = True
+            self.doubts.lift(peer)
+
+    def answered(self, peer: PeerId) -> None:
+        """A peer that was asked has said what head it has."""
+        self._mute.pop(peer, None)
 
     def owes(self) -> bool:
         """Whether this peer has had a better head than its own is now."""

@@ -28,6 +28,11 @@ class PutOff:
         pause = self._first if last is None else min(2 * last[0], self._most)
         self._until[peer] = (pause, self._now() + pause)
 
+    def lift(self, peer: PeerId) -> None:
+        """Do with a peer again; the next time is twice as long as the last all the same."""
+        if (held := self._until.get(peer)) is not None:
+            self._until[peer] = (held[0], self._now())
+
     def discard(self, peer: PeerId) -> None:
         """Nothing is held against a peer any more."""
         self._until.pop(peer, None)

@@ -277,6 +277,8 @@ def outsized(norms: Sequence[float], steps: Sequence[int]) -> dict[int, float]:
     of the others it is. Not who has made so many more inner steps than these: for each step, too, it must be as far
     above all others."""
     found: dict[int, float] = {}
+    if len(norms) < 3:
+        return found  # of two that differ nothing says which is wrong
     paces = [norm / max(count, 1) for norm, count in zip(norms, steps, strict=True)]
     for number, (norm, kept) in enumerate(zip(norms, bounded(norms), strict=True)):
         if kept < norm and paces[number] > TIMES * max(paces[:number] + paces[number + 1 :]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -153,7 +155,10 @@ class Training:
 
     def _share(self, steps: int, fragment: int) -> float:
         """What the Δ of so many steps is to be shortened to."""
-        return self._manifest.stale.share(self.accounts.age(fragment), *self.accounts.length(steps, fragment))
+        if any(void.theta is not None and void.round.seal.fragment == fragment for void in self._core.flights.limbo):
+            return 1.0  # that roster may still turn out committed, and then all that was frozen for it leaves θ
+        rule = replace(self._manifest.stale, inner_steps=self.accounts.inner_steps)
+        return rule.share(self.accounts.age(fragment), *self.accounts.length(steps, fragment))
 
     def _shorten(self, snapshot: Snapshot, fragment: int) -> float:
         """Note that what was frozen is shortened, if it stands still; to what share of it."""

@@ -40,7 +40,11 @@ def head(name: str, height: int) -> Head:
 def lost(
     kept: dict[bytes, Any], left: Head, taken: Head, peer: str = "a", path: Sequence[Head] = ()
 ) -> tuple[int, int, bool]:
-    return tuple(forks.lost_between(left, taken, path, kept.get, PeerId(peer), LAYOUT))  # type: ignore[arg-type]
+    chain, commit_id, height = [taken, *path], taken.id, taken.height
+    while commit_id in kept:
+        chain.append(Head(commit_id, height, 0, height, height))
+        commit_id, height = kept[commit_id].body.parent, height - 1
+    return tuple(forks.lost_between(left, chain, kept.get, PeerId(peer), LAYOUT))  # type: ignore[arg-type]
 
 
 def test_commits_beside_and_above_the_new_chain_are_lost() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,6 +15,7 @@ from atoll.protocol.island import Snapshot
 from atoll.protocol.layout import ChunkLayout
 from atoll.protocol.manifest import Manifest
 from atoll.protocol.stale import Stale, shorten
+from atoll.protocol.training import Training
 
 
 def test_rules() -> None:
@@ -90,3 +94,21 @@ def test_the_usual_rule_is_not_written(rule: str) -> None:
     assert (b"stale" in ruled.canonical()) == (rule != "keep")
     assert (b"max_age" in ruled.canonical()) == (rule == "drop")
     assert Manifest.from_toml(ruled.to_toml()) == ruled
+
+
+def test_what_is_late_is_shortened_to_the_round_length_in_force_and_not_while_a_void_roster_may_still_count() -> None:
+    """Where H falls with the rank, the manifest's is too long; and what was frozen for a roster that may turn out
+    committed after all will leave θ whole."""
+    accounts = Accounts(ChunkLayout(1, 1), 100)
+    accounts.inner_steps = 25
+    accounts.commit(0, 0.0, Snapshot(75, 750, 75, 0), None)
+    accounts.grow_old(0, True)
+    void = SimpleNamespace(theta=None, round=SimpleNamespace(seal=SimpleNamespace(fragment=0)))
+    core = SimpleNamespace(flights=SimpleNamespace(limbo=[void]))
+    manifest = SimpleNamespace(stale=Stale("shorten", inner_steps=100))
+    training: Any = SimpleNamespace(_core=core, _manifest=manifest, accounts=accounts)
+    assert Training._share(training, 100, 0) == 0.25
+    void.theta = object()
+    assert Training._share(training, 100, 0) == 1.0
+    void.round.seal.fragment = 1
+    assert Training._share(training, 100, 0) == 0.25

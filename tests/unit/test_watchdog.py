@@ -68,6 +68,28 @@ def test_a_hang_is_noticed_by_the_longest_of_recent_steps() -> None:
     assert child.hang() <= child.dog.limit + 2 * LOOK
 
 
+def test_a_first_step_whose_length_is_not_known_leaves_the_time_of_a_first_one() -> None:
+    """This process was late once in it: the next may take as long."""
+    child = Child()
+    child.writes += 1
+    assert not child.look(LOOK + LATE + 1)
+    child.writes, child.stepping, child.took = child.writes + 1, 30.0, 30.0
+    assert not child.look()
+    assert child.dog.longest == 0
+    assert not child.step(0.8 * FIRST)
+
+
+def test_being_late_while_the_child_has_nothing_to_do_makes_no_step_unknown() -> None:
+    child = Child()
+    child.ought = False
+    assert not child.look()
+    assert not child.look(LOOK + LATE + 60)
+    child.ought = True
+    assert not child.look()
+    assert not child.step(3.0)
+    assert child.dog.longest == 3.0
+
+
 def test_steps_may_become_much_slower() -> None:
     child = Child()
     for took in (0.05, 5.0, 40.0, 200.0, 1500.0):
