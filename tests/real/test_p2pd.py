@@ -182,7 +182,7 @@ def test_refused_and_wrong_peer_are_told_apart(tmp_path: Path) -> None:
         with reserve([LOOPBACK]) as free:
             closed = free.addresses
         try:
-            with pytest.raises(PeerUnreachable, match=f"the peer there is {one.peer_id}, not {stranger}"):
+            with pytest.raises(PeerUnreachable, match=f"another peer id answers: {one.peer_id}, not {stranger}"):
                 await two.connect(stranger, one.addresses, 5)
             with pytest.raises(PeerUnreachable, match="refused: nobody listens there"):
                 await two.connect(nobody, closed, 5)
