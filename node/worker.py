@@ -172,6 +172,8 @@ class Worker:
         limit."""
         self.outer_step = 0
         self.resumed = False
+        self.told = False
+        """Whether an order has come. Until then the parent writes the counters, and this side must not."""
         """Whether it has been told to train in this life: what keeps it from that before is no round."""
         device = self.learner.device
         if device.type == "cpu":
@@ -205,6 +207,8 @@ class Worker:
 
     def rest(self) -> None:
         """Note why no step is to be made now: a round keeps it from training, or there is nothing to train on."""
+        if not self.told:
+            return
         counters = self.memory.read()
         if self.resumed and (not self.training or (self.until is not None and counters.steps >= self.until)):
             counters.hold()
@@ -220,6 +224,7 @@ class Worker:
         return counters
 
     def handle(self, message: ToChild) -> None:
+        self.told = True
         if isinstance(message, Grant):
             self.spans.extend(message.spans)
             self.leased += sum(count for _, count in message.spans)
