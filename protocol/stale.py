@@ -31,7 +31,8 @@ class Stale:
 
     keep: it counts in full. shorten: it weighs what it holds, but when it is frozen for a round its Δ becomes no longer
     than that of one round. discount: its tokens and steps over 1 + age. drop: it is dropped as soon as it is older than
-    ``max_age``. inner_steps: H.
+    ``max_age``. inner_steps: H, the manifest's; where it follows the rank, who asks for a
+    share puts what is in force.
     """
 
     rule: Rule = "keep"
